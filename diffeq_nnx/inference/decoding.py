@@ -175,7 +175,7 @@ def _place(model: Model, ready: ReadyModel) -> ReadyModel:
   They are moved by one program: of several, each process could begin another one first, and wait for the others.
   """
   at = lambda leaf, axes: sharding.make_sharding(ready.mesh, axes, leaf.shape)
-  sets = [model.map_leaves(at, one) for one in ready.weights.sets]
+  sets = [jax.tree.map(at, one, model.block_axes) for one in ready.weights.sets]
   rest = dict.fromkeys(ready.rest, sharding.replicated(ready.mesh))
   for name in TABLES:
     if (table := ready.rest.get(name)) is not None:

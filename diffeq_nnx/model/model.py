@@ -5,7 +5,6 @@ B batch, L positions, D embed_dim, V vocab_size, U weight sets (distinct times o
 
 from collections.abc import Callable
 import functools
-from typing import Any
 
 from flax import nnx
 import jax
@@ -84,12 +83,12 @@ class Model(nnx.Module):
     """
     grid = grid or self.grid()
     weights = self.weight_source(self.times(grid), jnp.dtype(self.config.dtype), dropout_key)
-    weights = self.map_leaves(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights)
+    weights = jax.tree.map(lambda leaf, axes: sharding.constrain(leaf, None, *axes), weights, self.block_axes)
     return weight_sources.GridWeights(weights, grid)
 
   def gather(self, weights: weight_sources.BlockWeights) -> weight_sources.BlockWeights:
     """The weights at one time, from the devices that hold parts of them."""
-    return self.map_leaves(sharding.gather, weights)
+    return jax.tree.map(sharding.gather, weights, self.block_axes)
 
   def hidden(
     self,
@@ -211,13 +210,6 @@ class Model(nnx.Module):
   def _table(self, table: nnx.Param) -> jax.Array:
     """A table of rows in the compute dtype, gathered."""
     return sharding.gather(table[...].astype(self.config.dtype), table.get_metadata("axes"))
-
-  def map_leaves(self, function: Callable, weights: weight_sources.BlockWeights) -> dict[str, dict[str, Any]]:
-    """function(leaf, the names of its axes) of every leaf of BlockWeights, in their structure."""
-    return {
-      group: {name: function(leaf, self.block_axes[group][name]) for name, leaf in leaves.items()}
-      for group, leaves in weights.items()
-    }
 
 
 def _make_source(
