@@ -1,6 +1,5 @@
 """Charts as PNG files."""
 
-import io
 import textwrap
 from typing import Any
 import warnings
@@ -26,11 +25,10 @@ COLUMNS = 100  # characters in a row of a text
 def draw(item: Chart | ColoredText, path: str) -> None:
   """Writes a chart or a text as a PNG file atomically; leaves Matplotlib's settings and figures as they are."""
   styled = style.context(["seaborn-v0_8-whitegrid", STYLE], after_reset=True)
-  with styled, warnings.catch_warnings(action="ignore"):  # of glyphs that the font lacks: they become boxes
+  silent = warnings.catch_warnings(action="ignore")  # of glyphs that the font lacks: they become boxes
+  with styled, silent, files.replacing(path) as part:
     figure = _text_figure(item) if isinstance(item, ColoredText) else _chart_figure(item.thin())
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=DPI)
-  files.write(path, content.getvalue())
+    figure.savefig(part, format="png", dpi=DPI)
 
 
 def _chart_figure(chart: Chart) -> Figure:
