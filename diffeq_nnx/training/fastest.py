@@ -82,9 +82,7 @@ def list_candidates(config: Config, held: int) -> list[Choice]:
   return list(itertools.product(remats, sizes))
 
 
-def measure(
-  config: Config, choices: list[Choice], mesh: Mesh, teacher: ReadyModel | None = None
-) -> dict[Choice, float]:
+def measure(config: Config, choices: list[Choice], mesh: Mesh, teacher: ReadyModel | None) -> dict[Choice, float]:
   """Seconds of a train step with each of these choices that fits."""
   found: dict[Choice, float] = {}
   too_large: set[str] = set()  # with these, no larger number of sequences fits either
@@ -100,7 +98,7 @@ def measure(
   return found
 
 
-def time_step(config: Config, mesh: Mesh, teacher: ReadyModel | None = None) -> float | None:
+def time_step(config: Config, mesh: Mesh, teacher: ReadyModel | None) -> float | None:
   """Seconds of a train step, the median of `TIMED`; None: it needs more memory than a device has, less `SPARE`."""
   most = find_costliest(config)
   step, fits = make_train_step(config, mesh), True

@@ -18,7 +18,7 @@ from diffeq_nnx.data import Corpus
 from diffeq_nnx.data.preparation.directory import lock
 from diffeq_nnx.depth.trained import count_steps_before_drawing, draw_num_steps, list_computed, say_untrained
 from diffeq_nnx.errors import Diverged, UserError
-from diffeq_nnx.model.ready import ReadyModel
+from diffeq_nnx.model.ready import ReadyModel, make_ready
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -30,7 +30,7 @@ from diffeq_nnx.training.goodput import Goodput
 from diffeq_nnx.training.optimizer import schedule
 from diffeq_nnx.training.report import Reporter
 from diffeq_nnx.training.step import State, abstract_state, all_params, init_state, make_train_step, state_shardings
-from diffeq_nnx.training.teacher import find_teacher, load_teacher
+from diffeq_nnx.training.teacher import find_teacher
 
 
 def train(config: Config, workdir: str) -> dict[str, float]:
@@ -60,7 +60,10 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       if distributed.is_main_process() and not files.is_url(workdir):  # two would remove each other's checkpoints
         stack.enter_context(lock(files.absolute(workdir), f"workdir={workdir}", what="trains there"))
     with goodput.spending("starting"):
-      teacher, origin = (None, None) if of_teacher is None else load_teacher(of_teacher)
+      teacher = origin = None
+      if of_teacher is not None:
+        teacher = make_ready(of_teacher.model, mesh=of_teacher.mesh)
+        origin = f"{of_teacher.hash[:12]} at step {of_teacher.step}"
     del of_teacher  # which would keep its parameters in memory
     with goodput.spending("compiling"):
       config = fastest.autotune(config, workdir, mesh, teacher)

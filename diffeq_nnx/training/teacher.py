@@ -7,7 +7,6 @@ from jax.sharding import Mesh
 from diffeq_nnx.config import Config
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.model.ready import ReadyModel, make_ready
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.runs.run import Run
 
@@ -43,11 +42,3 @@ def find_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Run | None
     except UserError as error:
       raise UserError(f"{key}: its model doesn't fit the mesh; {error}") from error
   return run
-
-
-def load_teacher(run: Run) -> tuple[ReadyModel, str]:
-  """The newest model of the teacher's run, at its own number of steps, and where it comes from. Raises as `Run.model`.
-
-  The train step takes it as an argument, on the devices of the model in training.
-  """
-  return make_ready(run.model, mesh=run.mesh), f"{run.hash[:12]} at step {run.step}"
