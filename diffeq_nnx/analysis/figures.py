@@ -109,7 +109,7 @@ def positive_shares(found: Findings) -> Chart:
   panels = []
   for pair in ("qk", "ov"):
     shares_SxH = positive_share(found.spectra.of(pair))
-    cells = Heatmap(times, [str(h) for h in range(shares_SxH.shape[1])], shares_SxH.T, low=0, high=1)
+    cells = Heatmap(times, [str(h) for h in range(shares_SxH.shape[1])], shares_SxH.T)
     panels.append(Panel(PAIR_NAMES[pair], TIME, "head", heatmap=cells, color_label="fraction"))
   return Chart(
     "spectra_positive_share",

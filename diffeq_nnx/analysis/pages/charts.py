@@ -68,13 +68,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Heatmap:
-  """A matrix of values as colored cells."""
+  """A matrix of fractions, from 0 to 1, as colored cells."""
 
   x: Sequence[str]  # [X] labels of the columns, all different
   y: Sequence[str]  # [Y] labels of the rows from the top down, all different
   z: np.ndarray  # [Y, X]
-  low: float | None = None  # end of the color scale; None: the least value
-  high: float | None = None
 
   def __post_init__(self):
     _make_arrays(self, z=float)
@@ -95,7 +93,7 @@ class Panel:
   def color_limits(self) -> tuple[float, float] | None:
     """The ends of the color scale; None if there is none."""
     if self.heatmap:
-      return palette.limits(self.heatmap.z, self.heatmap.low, self.heatmap.high)
+      return 0.0, 1.0
     values = [mark.color for mark in self.marks if isinstance(mark, Points) and mark.color is not None]
     return palette.limits(np.concatenate(values)) if values else None
 

@@ -25,16 +25,12 @@ def color_map(stops: list[str]) -> Colormap:
   return LinearSegmentedColormap.from_list("stops", stops).with_extremes(bad=MISSING)
 
 
-def limits(
-  values: np.ndarray, low: float | None = None, high: float | None = None, diverging: bool = False
-) -> tuple[float, float]:
+def limits(values: np.ndarray, diverging: bool = False) -> tuple[float, float]:
   """The ends of a color scale for these values: finite, the first below the second."""
   finite = values[np.isfinite(values)]
   if diverging:
     finite = np.append(finite, -finite)
-  low = finite.min(initial=np.inf) if low is None else low
-  high = finite.max(initial=-np.inf) if high is None else high
-  low, high = AutoLocator().nonsingular(low, high)
+  low, high = AutoLocator().nonsingular(finite.min(initial=np.inf), finite.max(initial=-np.inf))
   return float(low), float(high)
 
 
