@@ -38,8 +38,7 @@ def list_num_steps(config: Config) -> list[int]:
 
 def find_costliest(config: Config) -> int:
   """The number of solver steps of the train step that computes most, in which the largest number may teach."""
-  counts = list_num_steps(config)
-  return counts[1] if config.train.self_distillation and len(counts) > 1 else counts[0]
+  return max(list_num_steps(config), key=lambda num_steps: sum(list_computed(config, num_steps)))
 
 
 def find_teaching_count(config: Config, num_steps: int) -> int | None:
@@ -76,7 +75,7 @@ def say_untrained(config: Config, step: int, num_steps: int | None, sizes: tuple
     trained = {draw_num_steps(config, number) for number in (0, *changes) if number < max(step, 1)}
   else:
     drawn = step > count_steps_before_drawing(config)  # before, the model's own, and that which teaches it
-    trained = set(list_num_steps(config)) if drawn else {own, find_teaching_count(config, own) or own}
+    trained = set(list_num_steps(config)) if drawn else set(list_computed(config, own))
   if asked in trained and sizes in ((), make_grid(config.model, asked).dts):
     return
   what = f"the {asked} step sizes that it is asked for" if sizes else f"{asked}"
