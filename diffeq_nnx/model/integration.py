@@ -198,7 +198,9 @@ def _solve_reversible_backward(advance, undo, residuals, gradient):
 _solve_reversible.defvjp(_solve_reversible_forward, _solve_reversible_backward)
 
 
-def _solve_unrolled(solver: Solver, field: VectorField, x_BxLxD: jax.Array, weights: GridWeights, key: jax.Array):
+def _solve_unrolled(
+  solver: Solver, field: VectorField, x_BxLxD: jax.Array, weights: GridWeights, key: jax.Array
+) -> jax.Array:
   """`solve` with unrolled weights, without rematerialization.
 
   For decoding, where a context counts the calls of its `attend`, one for each evaluation of attention. A loop also
