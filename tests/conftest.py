@@ -18,6 +18,8 @@ XLA_FLAGS = (
 # Set before JAX is imported by the process that starts the workers of pytest-xdist; all subprocesses inherit it.
 STARTS_THE_TESTS = "DIFFEQ_NNX_IN_TESTS" not in os.environ
 if STARTS_THE_TESTS:
+  # Where it is set and an installer compiled nothing, each of some hundred processes would compile JAX's modules anew.
+  os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
   os.environ |= {
     "DIFFEQ_NNX_IN_TESTS": "1",
     "JAX_PLATFORMS": "cpu",

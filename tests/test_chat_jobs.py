@@ -14,7 +14,6 @@ from tests.harness_cases import WORDS, random_model, task_folder, without_enviro
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
-from lm_eval.tasks import TaskManager
 
 import diffeq_nnx
 from diffeq_nnx import jobs
@@ -33,7 +32,7 @@ from tests.test_data import write_jsonl
 from tests.test_export import byte_pairs
 from tests.test_harness_adapter import scored
 
-transformers = Lazy("transformers")
+tasks, transformers = map(Lazy, ("lm_eval.tasks", "transformers"))
 
 
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
@@ -210,7 +209,9 @@ def test_the_job_and_lm_eval_s_command_line_apply_the_template(talking, task_fol
   assert {len(call.args[1]) for call in writing.call_args_list} == {3}  # an example as turns
   table = (workdir / "harness" / "table.md").read_text()
   assert "the run's chat template writes the contexts: examples are turns" in table
-  monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # seconds
+  monkeypatch.setattr(
+    "lm_eval.tasks.TaskManager", functools.partial(tasks.TaskManager, include_defaults=False)
+  )  # seconds
   monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)  # a device was used already
   words = f"lm_eval --model diffeq_nnx --model_args workdir={workdir} --limit 4 --num_fewshot 1 --apply_chat_template"
   more = ["--fewshot_as_multiturn", "True", "--tasks", str(task_folder / "choice.yaml"), "--output_path", str(tmp_path)]

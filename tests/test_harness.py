@@ -16,15 +16,16 @@ pytest.importorskip("lm_eval")
 from diffeq_nnx import config as config_lib
 from diffeq_nnx.data import load_tokenizer
 from diffeq_nnx.harness import __main__ as command_line
-from diffeq_nnx.harness import report, tasks
+from diffeq_nnx.harness import report
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.jobs.harness import evaluate_downstream
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 from launch import local
-from tests.conftest import change, run_config, told, write_run
+from tests.conftest import Lazy, change, run_config, told, write_run
 from tests.processes import Process
 
+tasks = Lazy("diffeq_nnx.harness.tasks")
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
 
 

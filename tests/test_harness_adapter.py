@@ -11,7 +11,6 @@ from tests.harness_cases import QUESTIONS, WORDS, one_by_one, random_model, task
 pytest.importorskip("lm_eval")
 import lm_eval
 from lm_eval.api.instance import Instance
-from lm_eval.tasks import TaskManager
 
 import diffeq_nnx
 from diffeq_nnx.data import load_tokenizer
@@ -19,9 +18,10 @@ from diffeq_nnx.data.tokenizers import ByteTokenizer
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.harness.scoring import Score
-from tests.conftest import told
+from tests.conftest import Lazy, told
 from tests.test_export import byte_pairs, published
 
+tasks = Lazy("lm_eval.tasks")
 pytestmark = pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
 
 
@@ -42,7 +42,7 @@ def evaluated(lm, folder, *names, **more):
     tasks=list(names),
     bootstrap_iters=0,
     verbosity=None,
-    task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    task_manager=tasks.TaskManager(include_path=str(folder), include_defaults=False),
     **more,
   )
 

@@ -1,6 +1,5 @@
 """Imported models give the logits of transformers' own; what can't be held is told."""
 
-import importlib
 import json
 import os
 
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import safetensors.torch
 
 import diffeq_nnx
 from diffeq_nnx import data
@@ -19,7 +17,7 @@ from tests.test_discretize import TOKENS_2x12
 from tests.test_tokenizer import spec_of
 from tests.test_tokenizer import write as write_files
 
-torch, transformers = map(Lazy, ("torch", "transformers"))
+torch, torch_files, transformers = map(Lazy, ("torch", "safetensors.torch", "transformers"))
 
 
 GPT2 = dict(vocab_size=31, n_positions=12, n_embd=24, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=0)
@@ -150,7 +148,7 @@ def test_weights_may_be_in_several_files_of_bfloat16_too_and_a_stray_file_is_not
 def test_a_tied_table_may_be_there_as_the_head_alone(kind, tmp_path):
   theirs = foreign(kind, **TIED)
   theirs.save_pretrained(tmp_path)
-  importlib.import_module("safetensors.torch").save_model(theirs, str(tmp_path / "model.safetensors"))
+  torch_files.save_model(theirs, str(tmp_path / "model.safetensors"))
   same_logits(tmp_path, theirs)
 
 
@@ -219,7 +217,7 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   for kind in (torch.int8, torch.float8_e4m3fn):
     quantized = {key: torch.from_numpy(array) for key, array in tensors.items()}
     quantized[name] = quantized[name].to(kind)
-    safetensors.torch.save_file(quantized, tmp_path / "model.safetensors")
+    torch_files.save_file(quantized, tmp_path / "model.safetensors")
     assert "holds quantized weights (" in told(lambda: importing.read(str(tmp_path)))
   head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
   assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))

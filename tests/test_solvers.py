@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,9 @@ from diffeq_nnx.model import grids, integration, solvers, vector_fields
 from diffeq_nnx.model.solvers import SOLVERS, RungeKutta, Splitting
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.training import flops
-from tests.conftest import equal, moved_instance, small_config, small_model, told, weights_of
+from tests.conftest import Lazy, equal, moved_instance, small_config, small_model, told, weights_of
+
+diffrax = Lazy("diffrax")
 
 TABLE = {  # order, nodes, and the weight sets of six steps
   "euler": (1, (1,), 6),
