@@ -108,7 +108,7 @@ def run(argv: list[str]) -> None:
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  holds_run = files.exists(os.path.join(WORKDIR.value, config_lib.RUN_FILE))
+  holds_run = CONFIG.value is None and files.exists(os.path.join(WORKDIR.value, config_lib.RUN_FILE))
   if CONFIG.value is None and (job.config == "file" or job.config == "file_or_run" and not holds_run):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
   if CONFIG.value is not None and job.config == "source":
