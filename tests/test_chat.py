@@ -95,9 +95,9 @@ def conversations(count=50):
 def test_texts_ids_and_masks_are_those_of_transformers(folder, theirs, tmp_path, style):
   """Where a template has no generation blocks, the masks are those with them."""
   (tmp_path / "chat.jinja").write_text(with_blocks(STYLES[style]))
-  tokenizer = data.load_tokenizer(str(folder), data.Options(chat_template=str(tmp_path / "chat.jinja")))
+  tokenizer = data.load_tokenizer(str(folder), DataConfig(chat_template=str(tmp_path / "chat.jinja")))
   (tmp_path / "chat.jinja").write_text(without_blocks(STYLES[style]))
-  bare = chat.template_of(data.load_tokenizer(str(folder), data.Options(chat_template=str(tmp_path / "chat.jinja"))))
+  bare = chat.template_of(data.load_tokenizer(str(folder), DataConfig(chat_template=str(tmp_path / "chat.jinja"))))
   given = {"chat_template": with_blocks(STYLES[style])}
   for messages in conversations():
     text = theirs.apply_chat_template(messages, tokenize=False, **given)
@@ -156,7 +156,7 @@ def test_variables_for_tokens_are_those_of_transformers_whatever_the_files_name(
 
 def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path):
   (tmp_path / "chat.jinja").write_text("{{ bos_token }}{{ eos_token }}")
-  tokenizer = data.load_tokenizer("bytes", data.Options(chat_template=str(tmp_path / "chat.jinja")))
+  tokenizer = data.load_tokenizer("bytes", DataConfig(chat_template=str(tmp_path / "chat.jinja")))
   run = str(tmp_path / "run")
   workdir.clear(run, tokenizer)
   workdir.claim(run, Config(data=DataConfig(source="none")), tokenizer, None)
@@ -165,9 +165,8 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path):
   assert chat.template_of(kept).render(TURNS) == chat.template_of(tokenizer).render(TURNS)
   assert data.load_tokenizer(run).chat_template == kept.chat_template
   (tmp_path / "other.jinja").write_text("{{ eos_token }}!")
-  given = data.load_tokenizer(
-    run, data.Options(chat_template=str(tmp_path / "other.jinja"))
-  )  # beside which nothing names marks
+  other = DataConfig(chat_template=str(tmp_path / "other.jinja"))  # beside which nothing names marks
+  given = data.load_tokenizer(run, other)
   assert chat.template_of(given).render(TURNS) == tokenizer.name_token(tokenizer.eos_id) + "!"
 
 

@@ -16,7 +16,7 @@ import sentencepiece
 
 import diffeq_nnx
 from diffeq_nnx import data
-from diffeq_nnx.config import RopeConfig, TimeConfig
+from diffeq_nnx.config import DataConfig, RopeConfig, TimeConfig
 from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_files
 from diffeq_nnx.model.solvers import SOLVERS, Splitting
 from tests.conftest import Lazy, moved_instance, small_model, told
@@ -236,7 +236,7 @@ TOKENIZERS = {  # what each is loaded from, and more texts
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_auto_tokenizer_gives_our_ids_and_marks(kind, model, tmp_path):
   (given, texts), out, policy = TOKENIZERS[kind], tmp_path / "out", "unknown" if kind == "unknown bytes" else None
-  ours = data.load_tokenizer(given(tmp_path / "given"), data.Options(unknown_bytes=policy))
+  ours = data.load_tokenizer(given(tmp_path / "given"), DataConfig(unknown_bytes=policy))
   notes = diffeq_nnx.export_hf(model, str(out), tokenizer=ours)["notes"]
   assert ("left out by AutoTokenizer" in " ".join(notes)) == (kind == "missing bytes")
   theirs, begin = transformers.AutoTokenizer.from_pretrained(out), [] if ours.bos_id is None else [ours.bos_id]
@@ -258,7 +258,7 @@ def test_auto_tokenizer_gives_our_ids_and_marks(kind, model, tmp_path):
     assert marks["eos_token_id"] == (ours.eos_id if len(ours.end_ids) == 1 else [*ours.end_ids])
   assert "diffeq_nnx" not in json.loads((out / "tokenizer.json").read_text())["model"]
   again = data.load_tokenizer(
-    str(out / "tokenizer.model" if kind == "sentencepiece" else out), data.Options(unknown_bytes=policy)
+    str(out / "tokenizer.model" if kind == "sentencepiece" else out), DataConfig(unknown_bytes=policy)
   )
   assert (again.end_ids, again.bos_id, again.lossless) == (ours.end_ids, ours.bos_id, ours.lossless)
   assert again.encode("two  words\n").tolist() == ours.encode("two  words\n").tolist()

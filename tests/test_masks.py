@@ -145,7 +145,7 @@ def test_a_token_across_the_border_counts():
   pieces = [model.decode_within([number]) for number, token in zip(read_ids(tokens), tokens) if not token >> 31]
   assert "".join(pieces).strip() == "yes" and len(pieces[0]) > 1 and tokens[-1] == model.eos_id
   assert count_bytes((Piece(prompt, False), Piece("\u00e9", True))) == 2 and count_bytes("\u00e9a") == 3
-  marked = data.load_tokenizer("bytes", data.Options(begin_token="<|endoftext|>"))
+  marked = data.load_tokenizer("bytes", DataConfig(begin_token="<|endoftext|>"))
   tokens = encode((Piece("a", False), Piece("b", True)), marked, rendered=False)
   assert read_ids(tokens).tolist() == [END, 97, 98, END]
   assert (tokens >> 30).tolist() == [3, 2, 0, 0]  # neither begin mark nor prompt, but the end mark

@@ -10,6 +10,7 @@ import sentencepiece
 import tokenizers as huggingface
 
 from diffeq_nnx import data
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data.tokenizers import ByteFallbackTokenizer, SentencePieceTokenizer
 from diffeq_nnx.data.tokenizers.byte_pairs import ALPHABET, BYTE_LEVEL
 from diffeq_nnx.training.loop import train
@@ -64,7 +65,7 @@ def test_a_byte_without_a_piece_is_named_when_a_text_holds_it(tmp_path):
 def test_such_bytes_become_the_unknown_token_where_the_config_says_so(tmp_path):
   """Several in a row are one, as this vocabulary says."""
   files = {"tokenizer__json": lacking(model__fuse_unk=True), "tokenizer_config__json": {"unk_token": "<unk>"}}
-  tokenizer = data.load_tokenizer(str(write(tmp_path / "given", **files)), data.Options(unknown_bytes="unknown"))
+  tokenizer = data.load_tokenizer(str(write(tmp_path / "given", **files)), DataConfig(unknown_bytes="unknown"))
   bare = huggingface.Tokenizer.from_str(json.dumps(lacking(model__fuse_unk=True, model__unk_token="<unk>")))
   bare.encode_special_tokens = True
   assert not tokenizer.lossless
@@ -74,12 +75,12 @@ def test_such_bytes_become_the_unknown_token_where_the_config_says_so(tmp_path):
     assert one.decode(one.encode("no!")) == "no\ufffd" and one.decode([one.eos_id]) == ""
   plain = data.load_tokenizer(str(tmp_path / "given"))
   assert plain.hash != tokenizer.hash
-  assert plain.hash == data.load_tokenizer(str(tmp_path / "given"), data.Options(unknown_bytes="error")).hash
+  assert plain.hash == data.load_tokenizer(str(tmp_path / "given"), DataConfig(unknown_bytes="error")).hash
 
 
 def test_an_unknown_token_must_exist_and_be_no_mark(tmp_path):
   said = functools.partial(write, tmp_path / "given", tokenizer__json=lacking())
-  load = functools.partial(data.load_tokenizer, str(tmp_path / "given"), data.Options(unknown_bytes="unknown"))
+  load = functools.partial(data.load_tokenizer, str(tmp_path / "given"), DataConfig(unknown_bytes="unknown"))
   said()
   assert "no file names an unk_token; set data.unknown_bytes=error" in told(load)
   said(tokenizer_config__json={"unk_token": END})
@@ -113,7 +114,7 @@ def test_where_no_file_says_so_the_post_processor_decides_about_the_begin_mark(b
   said = {"bos_token": BEGIN, "eos_token": END, "unk_token": END}
   folder = str(write(tmp_path, tokenizer__json=spec_of(post_processor=processor), tokenizer_config__json=said))
   assert data.load_tokenizer(folder).bos_id == begins
-  assert data.load_tokenizer(folder, data.Options(begin_mark=True)).bos_id == 1
+  assert data.load_tokenizer(folder, DataConfig(begin_mark=True)).bos_id == 1
   if begins is None:
     write(tmp_path, tokenizer_config__json=said | {"add_bos_token": True})
     assert data.load_tokenizer(folder).bos_id == 1
@@ -138,7 +139,7 @@ def test_several_end_marks(said, expected, kind, tmp_path):
   folder = str(write(tmp_path / "given", **files, **content))
   tokenizer = data.load_tokenizer(folder)
   assert tokenizer.end_ids == expected and reloaded(tokenizer, tmp_path).end_ids == expected
-  assert data.load_tokenizer(folder, data.Options(end_token=BEGIN)).end_ids[0] == 1
+  assert data.load_tokenizer(folder, DataConfig(end_token=BEGIN)).end_ids[0] == 1
   assert tokenizer.decode(tokenizer.encode("two words\n")) == "two words\n"
 
 

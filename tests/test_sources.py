@@ -143,6 +143,15 @@ def test_a_web_url_with_a_question_is_decompressed_by_its_path(tmp_path, monkeyp
     assert list(part.read("", Options())) == ["a"]
 
 
+def test_a_file_that_is_larger_when_it_is_read_is_read_to_its_end(tmp_path, monkeypatch):
+  """As those of file systems that tell no sizes."""
+  monkeypatch.setattr(files, "PART_BYTES", 8)
+  (tmp_path / "a.jsonl").write_bytes(b"")
+  ((part,), _) = files.resolve("jsonl", str(tmp_path / "a.jsonl"), "")
+  (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+  assert list(part.read("", Options())) == ["a", "b"]
+
+
 def test_lines_of_json_end_at_line_feeds_alone(tmp_path):
   """Other characters that end lines elsewhere are text; a carriage return is JSON's white space."""
   texts = [f"one{mark}two" for mark in ("\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c")]

@@ -11,7 +11,7 @@ import sentencepiece
 import tokenizers as huggingface
 
 from diffeq_nnx import data
-from diffeq_nnx.config import Config
+from diffeq_nnx.config import Config, DataConfig
 from diffeq_nnx.data.tokenizers import SentencePieceTokenizer, base, byte_pairs
 from diffeq_nnx.runs import workdir as workdir_lib
 from tests.test_data import config_of, prose, told, write_jsonl
@@ -259,7 +259,7 @@ def test_hashes_follow_every_mark(kinds, tmp_path):
   assert loaded["plain"].hash == kinds["json"].hash
   assert len({one.hash for one in (*loaded.values(), *kinds.values())}) == 2 + len(kinds)
   llama = str(write(tmp_path / "llama", tokenizer__model=kinds["llama"].model_bytes))
-  assert data.load_tokenizer(llama, data.Options(begin_mark=False), lossless=True).hash != kinds["llama"].hash
+  assert data.load_tokenizer(llama, DataConfig(begin_mark=False), lossless=True).hash != kinds["llama"].hash
 
 
 def test_what_is_set_on_a_tokenizer_is_not_set_on_the_next_of_the_same_files(tmp_path):
@@ -278,8 +278,8 @@ def test_begin_mark_overrides_the_files(kinds, tmp_path):
   for name, files, config, begins in (("gpt2", pair_of_files(), one_mark, 0), ("llama", model, said, 1)):
     folder = str(write(tmp_path / name, tokenizer_config__json=config, **files))
     assert data.load_tokenizer(folder).bos_id is None
-    assert data.load_tokenizer(folder, data.Options(begin_mark=True)).bos_id == begins
-  assert "has no begin mark" in told(lambda: data.load_tokenizer("bytes", data.Options(begin_mark=True)))
+    assert data.load_tokenizer(folder, DataConfig(begin_mark=True)).bos_id == begins
+  assert "has no begin mark" in told(lambda: data.load_tokenizer("bytes", DataConfig(begin_mark=True)))
 
 
 @pytest.mark.parametrize("kind,begin_mark", [("llama", None), ("llama3", False)])

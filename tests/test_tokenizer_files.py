@@ -8,6 +8,7 @@ import random
 import pytest
 
 from diffeq_nnx import data
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data.tokenizers.byte_pairs import BYTE_LEVEL
 from diffeq_nnx.errors import UserError
 from tests.test_data import config_of, prose, told, write_jsonl
@@ -154,31 +155,28 @@ def test_the_configuration_names_marks_whatever_the_files_say(tmp_path):
   files["generation_config__json"] = {"eos_token_id": 1}
   pair = str(write(tmp_path / "pair", **pair_of_files(), **files))
   assert "data.end_token" in told(lambda: data.load_tokenizer(pair))
-  tokenizer = data.load_tokenizer(pair, data.Options(begin_token=END, end_token=BEGIN))
+  tokenizer = data.load_tokenizer(pair, DataConfig(begin_token=END, end_token=BEGIN))
   assert (tokenizer.eos_id, tokenizer.bos_id) == (1, 0)
-  assert data.load_tokenizer(pair, data.Options(begin_token=END, end_token=BEGIN, begin_mark=False)).bos_id is None
+  assert data.load_tokenizer(pair, DataConfig(begin_token=END, end_token=BEGIN, begin_mark=False)).bos_id is None
   saved = data.load_tokenizer(str(write(tmp_path / "run", tokenizer__json=tokenizer.model_bytes)))
   assert saved.hash == tokenizer.hash and (saved.eos_id, saved.bos_id) == (1, 0)
-  assert (
-    data.load_tokenizer(str(tmp_path / "run"), data.Options(end_token=END)).eos_id == 0
-  )  # above the file's post-processor
+  marked = DataConfig(end_token=END)  # above the file's post-processor
+  assert data.load_tokenizer(str(tmp_path / "run"), marked).eos_id == 0
   assert not {0, 1} & set(tokenizer.encode(f"{END}{BEGIN}").tolist())
 
   llama = str(write(tmp_path / "llama", tokenizer__model=sentencepiece_model(model_type="bpe")))
-  assert (
-    data.load_tokenizer(llama, data.Options(begin_token="<s>", end_token="</s>")).hash
-    == data.load_tokenizer(llama).hash
-  )
-  other = data.load_tokenizer(llama, data.Options(end_token="<s>", begin_mark=False))
+  own = DataConfig(begin_token="<s>", end_token="</s>")
+  assert data.load_tokenizer(llama, own).hash == data.load_tokenizer(llama).hash
+  other = data.load_tokenizer(llama, DataConfig(end_token="<s>", begin_mark=False))
   assert (other.eos_id, other.bos_id) == (1, None)
-  assert data.load_tokenizer("bytes", data.Options(end_token=END)).hash == data.load_tokenizer("bytes").hash
+  assert data.load_tokenizer("bytes", DataConfig(end_token=END)).hash == data.load_tokenizer("bytes").hash
   for name, marks, part in (
     (pair, {"end_token": "</s>"}, "data.end_token is '</s>': not one token of the vocabulary (ids 0 to 299)"),
     (pair, {"end_token": END, "begin_token": "<s>"}, "data.begin_token is '<s>': not one token"),
     (pair, {"end_token": "!", "begin_mark": False}, "'!' is also an ordinary piece"),
     (llama, {"end_token": "<0x0A>"}, "the mark '<0x0A>' is also an ordinary piece"),
   ):
-    assert part in told(functools.partial(data.load_tokenizer, name, data.Options(**marks)))
+    assert part in told(functools.partial(data.load_tokenizer, name, DataConfig(**marks)))
   config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(20)), tokenizer=pair)
   config = dataclasses.replace(config, begin_token=END, end_token=BEGIN)
   tokens = data.load(config, 500, seed=0).validation.tokens[:]

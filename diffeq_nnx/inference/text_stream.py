@@ -46,7 +46,7 @@ class TextStream:
     return piece
 
   def finish(self) -> str:
-    """The rest of the text, after which no token is added."""
+    """The rest of the text. It is called once, and no token is added afterwards."""
     return self._release(self._decode(self._ids)[self._decoded :], last=True)
 
   def _release(self, new: str, last: bool = False) -> str:

@@ -28,12 +28,14 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
     UserError: an attention that this backend lacks, no checkpoint in the work directory, or one of another model or
       tokenizer, a mesh that the devices don't make, or a number of steps that the model has no weights for.
   """
+  counts = num_steps if isinstance(num_steps, Sequence) else [num_steps]
+  for count in counts:
+    check_num_steps(config.model, "num_steps", count)
   mesh = checked_mesh(config, trains=False)
   with jax.set_mesh(mesh):
     run = Run.open(workdir, config, mesh=mesh)
     corpus, params, step = run.corpus, run.params, run.step
-    for count in num_steps if isinstance(num_steps, Sequence) else [num_steps]:
-      check_num_steps(config.model, "num_steps", count)  # before any work
+    for count in counts:
       say_untrained(config, step, count or config.eval.num_steps)
     if not isinstance(num_steps, Sequence):
       evaluator = Evaluator(config, corpus, mesh, num_steps)

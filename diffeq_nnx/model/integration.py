@@ -76,7 +76,8 @@ def solve(
     solver: the method.
     field: the vector field; a pytree where `adjoint` is `Reversible`.
     x_BxLxD: the state at time 0.
-    weights: at `grid.times(solver.nodes)`, with their grid; if they are unrolled, so is the loop over steps.
+    weights: at `grid.times(solver.nodes)`, with their grid; if they are unrolled, so is the loop over steps, which then
+      uses neither `adjoint` nor `gather`.
     key: from which each step's key is split.
     adjoint: how the backward pass gets the states; `Reversible` needs a solver with `undo`.
     gather: applied to the weights of a step before it, and again where the step is recomputed.
@@ -211,6 +212,7 @@ def _solve_unrolled(
   _check_sets(solver, grid, {len(weights_U)})
   wide = jnp.promote_types(x_BxLxD.dtype, jnp.float32)
   carry = solver.init(x_BxLxD)
-  for index_N, dt in zip(grid.times(solver.nodes).index_SxN, grid.dts, strict=True):
-    carry = solver.step(field, carry, [weights_U[u] for u in index_N], jnp.asarray(dt, wide), key)
+  steps = zip(grid.times(solver.nodes).index_SxN, grid.dts, jax.random.split(key, grid.num_steps), strict=True)
+  for index_N, dt, step_key in steps:
+    carry = solver.step(field, carry, [weights_U[u] for u in index_N], jnp.asarray(dt, wide), step_key)
   return solver.read(carry)

@@ -30,10 +30,13 @@ _VERSION_FIELDS = ["generation", "etag", "ETag", "blob_id", "md5Hash", "crc32c",
 
 
 def make_parts(kind: str, path: str, size: int) -> list[Part]:
-  """Makes the parts of a file: ranges of `PART_BYTES` if each can be read without what is before it, else all of it."""
+  """Makes the parts of a file: ranges of `PART_BYTES` if each can be read without what is before it, else all of it.
+
+  A file of size 0 may be one whose file system does not tell, and is one part.
+  """
   if kind == "text":
     return [Part(path, size, functools.partial(_read_text, path))]
-  step = sys.maxsize if kind != "jsonl" or is_url(path) or _find_compression(path) else PART_BYTES
+  step = sys.maxsize if not size or is_url(path) or _find_compression(path) else PART_BYTES
   parts = []
   for start in range(0, max(size, 1), step):
     name = f"{path} from byte {start}" if start else path
@@ -135,12 +138,18 @@ def open_bytes(path: str, compression: str | None = None) -> Any:
 
 
 def resolve(kind: str, globs: str, prefix: str) -> tuple[list[Part], list]:
-  """Finds the files that a source of the kind "text", "jsonl" or "parquet" names; see `sources.RESOLVERS`.
+  """Finds the files that a source of the kind "text" or "jsonl" names, as `list_files`; see `sources.RESOLVERS`."""
+  found, states = list_files(kind, globs, prefix)
+  return [part for path, size in found for part in make_parts(kind, path, size)], states
 
-  `globs` are paths, URLs and globs of both, separated by commas; `~` expands. The parts are sorted by the names of
-  their files, and a file is read once if links give its folder several names. The state of each is its name, its size,
-  and the time of its last change (ns), or for a URL what identifies this version. Raises UserError for a glob that
-  matches nothing, or a file or file system that can't be accessed.
+
+def list_files(kind: str, globs: str, prefix: str) -> tuple[list[tuple[str, int]], list]:
+  """Lists the files that a source names, each with its size in bytes, and what changes with each file.
+
+  `globs` are paths, URLs and globs of both, separated by commas; `~` expands. The files are sorted by their names, and
+  a file is there once if links give its folder several names. The state of each is its name, its size, and the time of
+  its last change (ns), or for a URL what identifies this version. Raises UserError for a glob that matches nothing, or
+  a file or file system that can't be accessed.
   """
   versions: dict[str, tuple] = {}
   for pattern in filter(None, (part.strip() for part in globs.split(","))):
@@ -155,12 +164,12 @@ def resolve(kind: str, globs: str, prefix: str) -> tuple[list[Part], list]:
   for name in sorted(versions):
     folder, file = os.path.split(name)  # files that link to one blob are several documents
     named.setdefault(name if is_url(name) else os.path.join(os.path.realpath(folder), file), name)
-  parts, states = [], []
+  found, states = [], []
   for name in named.values():
     size, *version = versions[name]
-    parts += make_parts(kind, name, PART_BYTES if size is None else size)
+    found.append((name, PART_BYTES if size is None else size))
     states.append([name if is_url(name) else os.path.abspath(name), size, *version])
-  return parts, states
+  return found, states
 
 
 def _find_local(pattern: str, prefix: str) -> dict[str, tuple]:

@@ -95,11 +95,13 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
   except Exception as error:
     remedy = "correct the source" + (", or check the network" if revision else "")
     raise UserError(f"{prefix} {path} can't be opened ({reason(error)[:500]}); {remedy}") from error
-  data, size = splits[split], PART_BYTES  # an assumption, since `datasets` does not tell
+  data = splits[split]
+  size = PART_BYTES  # an assumption, since `datasets` does not tell
   if isinstance(data, list):
     parts = [Part(file, size, functools.partial(read_file, file, None, 0)) for file in data]
     return parts, [path, config, split, state]
-  num_shards, parts = len(data) // ROWS_PER_SHARD + 1 if _is_saved(path) else data.num_shards, []
+  num_shards = len(data) // ROWS_PER_SHARD + 1 if _is_saved(path) else data.num_shards
+  parts = []
   for index in range(num_shards):
     name = f"{path}:{split} shard {index}"
     read = functools.partial(_read_shard, name, (path, revision, config), split, num_shards, index)

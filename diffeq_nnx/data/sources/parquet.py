@@ -34,16 +34,16 @@ def read_file(
 
 
 def resolve(globs: str, prefix: str, options: Options) -> tuple[Callable[[], list[Part]], list]:
-  """Finds the files that a source names, as `files.resolve` does. Their footers are read when the parts are needed.
+  """Finds the files that a source names, as `files.list_files` does. Their footers are read when the parts are needed.
 
   Raises:
     ImportError: If pyarrow isn't installed.
-    UserError: For what `files.resolve` refuses.
+    UserError: For what `files.list_files` refuses.
   """
   import pyarrow.parquet  # noqa: F401  (its lack is told here, and not when the first file is read)
 
-  found, state = files.resolve("parquet", globs, prefix)
-  return functools.partial(_list_row_groups, [one.name for one in found], prefix, options), state
+  found, state = files.list_files("parquet", globs, prefix)
+  return functools.partial(_list_row_groups, [path for path, _ in found], prefix, options), state
 
 
 def _list_row_groups(paths: list[str], prefix: str, options: Options) -> list[Part]:

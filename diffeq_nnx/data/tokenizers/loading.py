@@ -26,9 +26,10 @@ def load(
     name: `bytes`, or the path of a sentencepiece model, a `tokenizer.json`, or a directory with `tokenizer.json`,
       `tokenizer.model`, `vocab.json` and `merges.txt`, or `encoder.json` and `vocab.bpe`. Of a directory with the first
       two, `tokenizer.json` is taken, as by transformers.
-    config: Of its begin_mark, begin_token, end_token, unknown_bytes and chat_template, those that aren't None come
-      before what the files say, also a file that this program wrote. A `begin_token` implies `begin_mark`. If neither
-      is given and no file says it, the tokenizer's own post-processor decides whether documents begin with the mark.
+    config: Of its begin_mark, begin_token, end_token, unknown_bytes and chat_template, which is a path here, those that
+      aren't None come before what the files say, also a file that this program wrote. A `begin_token` implies
+      `begin_mark`. If neither is given and no file says it, the tokenizer's own post-processor decides whether
+      documents begin with the mark.
     lossless: Whether a sentencepiece model is used with its text normalization off; else it is used as it was trained,
       unless it is one that `train` made.
     key: The configuration key that errors name.
