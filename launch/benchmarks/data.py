@@ -1,4 +1,4 @@
-"""Throughput of reading shards and of preparing text, and the memory of both.
+"""Throughput of reading shards and of preparing text, and the memory of preparation.
 
   python -m launch.benchmarks.data reading      # tokens per second of training batches, from shards of random tokens
   python -m launch.benchmarks.data tokenizing   # --job=prepare against the tokenizer libraries alone, on one core
@@ -8,10 +8,9 @@ Rates are medians over interleaved rounds, with quartiles. `reading` uses the it
 process; the shards are in the operating system's cache. `tokenizing` counts processor seconds: all work of the
 preparation on one thread (reading JSON, tokenizing, writing) against the library's own calls
 on the same documents, complete or by line. `memory` sums the proportional set sizes (PSS) of the processes. The text of
-`tokenizing` and `memory` is that of --source, repeated as needed to --megabytes (5, for `memory` 1000). Linux only.
+`tokenizing` and `memory` is the built-in one, repeated as needed to 5 and to 1000 MB. Linux only.
 """
 
-import argparse
 from collections.abc import Callable
 import contextlib
 import glob
@@ -37,7 +36,11 @@ from diffeq_nnx.data import preparation, shards, tokenizers
 from launch import programs
 
 VOCABULARY = 16_384
-SHARDS = 16
+SOURCE = "builtin"  # of the text
+SHARDS, TOKENS = 16, 256_000_000  # that are read
+BATCH_SIZE, SEQ_LEN = 64, 1024
+ROUNDS = 5
+SECONDS = 3.0  # of reading, in each round
 
 
 def memory(pid: int) -> float:
@@ -51,10 +54,10 @@ def memory(pid: int) -> float:
   return total
 
 
-def write_text(path: str, source: str, megabytes: float) -> tuple[list[str], int]:
-  """Writes documents of a source repeatedly, as JSON lines; returns the documents, and the bytes of all repetitions."""
+def write_text(path: str, megabytes: int) -> tuple[list[str], int]:
+  """Writes documents repeatedly, as JSON lines; returns the documents, and the bytes of all repetitions."""
   texts, size, goal = [], 0, megabytes * 1e6
-  for text in data.documents(source):
+  for text in data.documents(SOURCE):
     texts.append(text)
     size += len(text.encode())
     if size >= goal:
@@ -68,9 +71,9 @@ def write_text(path: str, source: str, megabytes: float) -> tuple[list[str], int
   return texts, written
 
 
-def reading(args: argparse.Namespace, folder: str) -> None:
+def reading(folder: str) -> None:
   """Tokens per second of training batches."""
-  each = args.tokens // SHARDS
+  each = TOKENS // SHARDS
   paths = [os.path.join(folder, str(number)) for number in range(SHARDS)]
   for number, path in enumerate(paths):
     tokens = np.random.default_rng(number).integers(50_000, size=each, dtype=np.uint16)
@@ -79,22 +82,19 @@ def reading(args: argparse.Namespace, folder: str) -> None:
   train = data.Mixture((data.Split(tokens, num_bytes=4 * len(tokens), num_documents=1),))
   choices = {"attention across documents": None, "within documents": 0}
   rates: dict[str, list[float]] = {name: [] for name in choices}
-  before, most = memory(os.getpid()), 0.0
-  for _ in range(args.rounds):
+  for _ in range(ROUNDS):
     for name, eos_id in choices.items():
-      batches = data.train_batches(train, seq_len=args.seq_len, batch_size=args.batch_size, seed=0, eos_id=eos_id)
+      batches = data.train_batches(train, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, seed=0, eos_id=eos_id)
       batches = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
       next(batches)
       start, count = time.perf_counter(), 0
-      while (seconds := time.perf_counter() - start) < args.seconds:
+      while (seconds := time.perf_counter() - start) < SECONDS:
         next(batches)
         count += 1
-      rates[name].append(count * args.batch_size * args.seq_len / seconds / 1e6)
-      most = max(most, memory(os.getpid()))
-  print(f"reading {args.tokens:,} tokens of 2 bytes, {args.batch_size} x {args.seq_len} a batch, million tokens/s")
+      rates[name].append(count * BATCH_SIZE * SEQ_LEN / seconds / 1e6)
+  print(f"reading {TOKENS:,} tokens of 2 bytes, {BATCH_SIZE} x {SEQ_LEN} a batch, million tokens/s")
   for name, values in rates.items():
     print(f"  {name:24}{programs.format_spread(values, '.2f')}")
-  print(f"  memory, MB              {most - before:8.0f}   more than before the first batch")
 
 
 def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, dict[str, Callable]]]:
@@ -127,10 +127,10 @@ def library_tokenizers(texts: list[str], folder: str) -> dict[str, tuple[str, di
   }
 
 
-def tokenizing(args: argparse.Namespace, folder: str) -> None:
+def tokenizing(folder: str) -> None:
   """Megabytes of text per processor second, by preparation and by the libraries alone."""
   path = os.path.join(folder, "text.jsonl")
-  texts, size = write_text(path, args.source, args.megabytes)
+  texts, size = write_text(path, 5)
   texts = texts * (size // sum(len(text.encode()) for text in texts))
 
   def prepare(tokenizer: str) -> None:
@@ -144,12 +144,12 @@ def tokenizing(args: argparse.Namespace, folder: str) -> None:
     runs |= {(library, way): run for way, run in ways.items()}
     runs[library, "--job=prepare"] = lambda name=name: prepare(name)
   rates: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-  for _ in range(args.rounds):
+  for _ in range(ROUNDS):
     for key, run in runs.items():
       start = time.process_time()
       run()
       rates[key].append(size / 1e6 / (time.process_time() - start))
-  print(f"tokenizing {size / 1e6:.1f} MB of {args.source}, vocabularies of {VOCABULARY:,}, MB a processor second")
+  print(f"tokenizing {size / 1e6:.1f} MB of {SOURCE}, vocabularies of {VOCABULARY:,}, MB a processor second")
   for (library, way), values in rates.items():
     print(f"  {library:15}{way:22}{programs.format_spread(values, '.2f')}")
     if way != "--job=prepare":
@@ -157,13 +157,13 @@ def tokenizing(args: argparse.Namespace, folder: str) -> None:
       print(f"  {'':15}{'  --job=prepare to it':22}{programs.format_spread(ours, '.2f')}")
 
 
-def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
+def memory_of_preparing(folder: str) -> None:
   """The peak of the sum of the memory of all processes of a preparation."""
   path = os.path.join(folder, "text.jsonl")
-  _, size = write_text(path, args.source, args.megabytes)
+  _, size = write_text(path, 1000)
   words = f"-m diffeq_nnx.main --job=prepare --config=configs/tiny.py --config.model.vocab_size={VOCABULARY}".split()
-  settings = {"source": f"jsonl:{path}", "tokenizer": args.tokenizer, "num_processes": args.processes}
-  words += [f"--workdir={folder}/out", *(f"--config.data.{key}={value}" for key, value in settings.items())]
+  words += [f"--workdir={folder}/out", f"--config.data.source=jsonl:{path}"]
+  words += ["--config.data.tokenizer=bytes", "--config.data.num_processes=2"]
   idle = subprocess.Popen([sys.executable, "-c", "import diffeq_nnx.main, diffeq_nnx.jobs, time; time.sleep(60)"])
   time.sleep(15)
   interpreter = memory(idle.pid)
@@ -175,7 +175,7 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
     most = max(most, memory(process.pid))
     time.sleep(0.1)
   seconds = time.perf_counter() - start
-  print(f"preparing {size / 1e6:,.0f} MB of {args.source}, tokenizer {args.tokenizer}, {args.processes} processes")
+  print(f"preparing {size / 1e6:,.0f} MB of {SOURCE}, tokenizer bytes, 2 processes")
   print(f"  exit code {process.returncode}, {seconds:.0f} s, {size / 1e6 / seconds:.2f} MB/s")
   print(f"  memory of all processes, MB       {most:6.0f}   at most")
   print(f"  of one that has only imported, MB {interpreter:6.0f}")
@@ -183,14 +183,12 @@ def memory_of_preparing(args: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
   """Reads the command line."""
-  of_reading = {"seq_len": 1024, "batch_size": 64, "tokens": 256_000_000, "seconds": 3.0}
-  of_text = {"source": "builtin", "megabytes": 0.0, "processes": 2, "tokenizer": "bytes"}
-  parser = programs.make_parser(__doc__, rounds=5, **of_reading, **of_text)
-  parser.add_argument("what", choices=["reading", "tokenizing", "memory"])
+  measure = {"reading": reading, "tokenizing": tokenizing, "memory": memory_of_preparing}
+  parser = programs.make_parser(__doc__)
+  parser.add_argument("what", choices=measure)
   args = parser.parse_args()
-  args.megabytes = args.megabytes or (1000 if args.what == "memory" else 5)
   with tempfile.TemporaryDirectory() as folder:
-    {"reading": reading, "tokenizing": tokenizing, "memory": memory_of_preparing}[args.what](args, folder)
+    measure[args.what](folder)
 
 
 if __name__ == "__main__":
