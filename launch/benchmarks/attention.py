@@ -3,10 +3,10 @@
   python -m launch.benchmarks.attention [--shapes=gpt_small,llama1b] [--dtype=bfloat16] [--rounds=9] [--batch=1] \\
       [--calls=10] [--implementations=ours,cudnn]
 
-For each shape, forward and forward with backward: this package's kernel (if the backend has one), its
-reference, jax.nn.dot_product_attention by XLA and by cuDNN, and if installed splash attention (TPU) and
-tokamax. Rounds are interleaved; times are medians. --batch is the number of sequences in place of the shape's own. A
-time is that of --calls in a row, divided by their number, so that the device need not wait for the host between them.
+For each shape, forward and forward with backward: this package's kernel (if the backend has one), its reference,
+jax.nn.dot_product_attention by XLA and by cuDNN, and splash attention (TPU). Rounds are interleaved; times are medians.
+--batch is the number of sequences in place of the shape's own. A time is that of --calls in a row, divided by their
+number, so that the device need not wait for the host between them.
 
 TFLOP/s count the products that the mask leaves, 4 D operations for each visible pair of query and key and each head in
 the forward pass, and 2.5 times that in the backward pass (FlashAttention's count); packed documents count as one.
@@ -15,7 +15,6 @@ Implementations that materialize all scores are skipped if these would fill half
 
 import argparse
 from collections.abc import Callable
-import contextlib
 import dataclasses
 import functools
 import math
@@ -84,31 +83,17 @@ def splash(shape: Shape, segments, block: int = 512) -> Callable | None:
   return run
 
 
-def tokamax(shape: Shape, segments) -> Callable | None:
-  """tokamax's choice for this device."""
-  import tokamax as library
-
-  if segments is not None or shape.logits_soft_cap is not None:
-    return None
-  window = None if shape.window is None else (shape.window - 1, 0)
-  return functools.partial(library.dot_product_attention, is_causal=True, local_window_size=window)
-
-
 def candidates(shape: Shape) -> dict[str, Callable]:
-  """The implementations that are installed and support the shape, by name."""
+  """The implementations that the backend has and that support the shape, by name."""
   segments, backend = shape.segment_ids(), jax.default_backend()
-  makers = {"reference": lambda: ours(shape, segments, "reference"), "xla": lambda: jax_nn(shape, segments, "xla")}
+  found = {"reference": ours(shape, segments, "reference"), "xla": jax_nn(shape, segments, "xla")}
   if backend != "cpu":
-    makers |= {"ours": lambda: ours(shape, segments, "pallas"), "tokamax": lambda: tokamax(shape, segments)}
+    found["ours"] = ours(shape, segments, "pallas")
   if backend == "tpu":
-    makers["splash"] = lambda: splash(shape, segments)
+    found["splash"] = splash(shape, segments)
   if backend == "gpu":
-    makers["cudnn"] = lambda: jax_nn(shape, segments, "cudnn")
-    makers["ours in two passes"] = lambda: ours(shape, segments, "pallas_deterministic")
-  found = {}
-  for name, maker in makers.items():
-    with contextlib.suppress(ImportError):
-      found[name] = maker()
+    found["cudnn"] = jax_nn(shape, segments, "cudnn")
+    found["ours in two passes"] = ours(shape, segments, "pallas_deterministic")
   return {name: function for name, function in found.items() if function is not None}
 
 

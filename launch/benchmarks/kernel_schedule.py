@@ -1,7 +1,7 @@
 """Estimates the cycles of our TPU attention, splash attention and tokamax's, from compiled schedules; needs no TPU.
 
   python -m launch.benchmarks.kernel_schedule [--chips=v5e:2x4,v5p:2x2x2,v6e:2x4] [--widths=64,128,256]
-    [--lengths=2048,8192,32768] [--blocks='{"block_q": 1024}']
+    [--lengths=2048,8192,32768]
 
 Needs the libtpu wheel, which holds the compiler, and for its column tokamax. A TPU core issues one bundle of
 instructions per cycle. For each region of a kernel's schedule (the body of the grid's loop, each branch in it, each
@@ -128,9 +128,10 @@ class Trips:
     return total
 
 
-def our_trips(length: int, width: int, blocks) -> tuple[Trips, Trips]:
+def our_trips(length: int, width: int) -> tuple[Trips, Trips]:
   """Of the forward and the backward kernel."""
   heads, lanes = max(128 // width, 1), max(width, 128)
+  blocks = TPUBlocks.tuned(length, length, lanes, 2)
 
   def trips(block_q: int, block_kv: int, chunk: int, by_key: bool) -> Trips:
     ranges = np.asarray(block_ranges(Mask(True, None), length, length, block_q, block_kv, None, None, by_key=by_key))
@@ -159,10 +160,10 @@ def splash_trips(length: int, width: int, block: int, tokamax: bool) -> tuple[Tr
   return Trips(some if tokamax else rows**2, rows, forward), Trips(rows**2, rows, backward)
 
 
-def functions(who: str, width: int, length: int, blocks) -> Callable:
+def functions(who: str, width: int, length: int) -> Callable:
   """Attention of q, k and v [batch, length, HEADS, width] by the implementation, with its largest sensible blocks."""
   if who == "ours":
-    options = dict(mask=Mask(True, None), scale=width**-0.5, logits_soft_cap=None, blocks=blocks)
+    options = dict(mask=Mask(True, None), scale=width**-0.5, logits_soft_cap=None)
     return lambda q, k, v: attention_tpu(q, k, v, None, None, **options)[0]
   if who.startswith("splash"):
     return splash(Shape(1, length, HEADS, HEADS, width), None, int(who.split()[1]))
@@ -181,69 +182,62 @@ def functions(who: str, width: int, length: int, blocks) -> Callable:
   return run
 
 
-def compile_here(chip: str, who: str, width: int, length: int, blocks) -> None:
+def compile_here(chip: str, who: str, width: int, length: int) -> None:
   """Compiles the gradients, in a process that dumps schedules."""
   device = topologies.get_topology_desc(topology_name=chip, platform="tpu").devices[0]
   batch = max(2**27 // (2 * length * HEADS * width), 1)  # so that no array fits into the chip's own memory
   sharding = jax.sharding.SingleDeviceSharding(device)
   x = jax.ShapeDtypeStruct((batch, length, HEADS, width), jnp.bfloat16, sharding=sharding)
-  function = functions(who, width, length, blocks)
+  function = functions(who, width, length)
   loss = lambda q, k, v: function(q, k, v).astype(jnp.float32).sum()
   jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("tpu",)).compile()
 
 
-def schedules(chip: str, who: str, width: int, length: int, blocks: dict) -> list[Region]:
+def schedules(chip: str, who: str, width: int, length: int) -> list[Region]:
   """The forward and the backward kernel."""
   with tempfile.TemporaryDirectory() as folder:
     # wide heads: the others' kernels need more memory than the default, and as much as ours asks for itself
     options = DUMP.format(folder) + " --xla_tpu_scoped_vmem_limit_kib=65536" * (width > 128)
     variables = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "LIBTPU_INIT_ARGS": options}
-    words = ["--child", json.dumps([chip, who, width, length, blocks])]
+    words = ["--child", json.dumps([chip, who, width, length])]
     programs.compile_in_child(__file__, words, variables, f"{who} of width {width} for {chip}")
     names = ("attention_forward", "attention_backward") if who == "ours" else ("splash_mha_fwd", "splash_mha_dkv")
     dumps = [path for path in pathlib.Path(folder).glob("*final_bundles.txt") if "schedule-analysis" not in path.name]
     return [read_schedule(next(path for path in dumps if name in path.name).read_text()) for name in names]
 
 
-def estimates(chip: str, who: str, width: int, lengths: list[int], blocks: dict) -> list[list[float]]:
+def estimates(chip: str, who: str, width: int, lengths: list[int]) -> list[list[float]]:
   """Cycles for a head, forward and backward, at each length.
 
   The kernels of the others are compiled once: what they do for a block does not depend on the length.
   """
   result = []
-  compiled = functools.cache(functools.partial(schedules, chip, who, width, blocks=blocks))
+  compiled = functools.cache(functools.partial(schedules, chip, who, width))
   for length in lengths:
     if who == "ours":
-      trips, kernels = our_trips(length, width, our_blocks(length, width, blocks)), compiled(length=length)
+      trips, kernels = our_trips(length, width), compiled(length)
     else:
       block = 1024 if who == "tokamax" else int(who.split()[1])
-      trips, kernels = splash_trips(length, width, block, who == "tokamax"), compiled(length=4096)
+      trips, kernels = splash_trips(length, width, block, who == "tokamax"), compiled(4096)
     result.append([n.cycles(kernel, PEAK[chip.split(":")[0]]) for n, kernel in zip(trips, kernels)])
   return result
-
-
-def our_blocks(length: int, width: int, changes: dict) -> TPUBlocks:
-  """The tuned sizes, with changes."""
-  return dataclasses.replace(TPUBlocks.tuned(length, length, max(width, 128), 2), **changes)
 
 
 def main() -> None:
   """Compiles everything and prints a Markdown table."""
   chips, lengths = ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"], [2048, 8192, 32768]
   parser = programs.make_parser(__doc__, chips=chips, widths=[64, 128, 256], lengths=lengths)
-  parser.add_argument("--blocks", type=json.loads, default={}, help="sizes of ours in place of the tuned ones, as JSON")
   parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child:
-    chip, who, width, length, changes = args.child
-    compile_here(chip, who, width, length, our_blocks(length, width, changes))
+    compile_here(*args.child)
     return
   names = ["ours", "splash 512", "splash 1024"] + ["tokamax"] * bool(importlib.util.find_spec("tokamax"))
   print(tables.markdown(["chip", "width", "length", *names], []))
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for chip in args.chips:
       for width in args.widths:
-        column = functools.partial(estimates, chip, width=width, lengths=args.lengths, blocks=args.blocks)
+        column = functools.partial(estimates, chip, width=width, lengths=args.lengths)
         columns = list(pool.map(column, names))
         for i, length in enumerate(args.lengths):
           cells = [", ".join(f"{cycles / 1000:,.0f}" for cycles in column[i]) for column in columns]
