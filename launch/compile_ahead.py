@@ -100,12 +100,16 @@ class DoesNotFit(Exception):
   """The compiler's error for insufficient memory."""
 
 
-def devices_of(topology: str, num_slices: int) -> list:
-  """The devices of all slices of a TPU topology, e.g. v5p:2x2x2.
+def devices_of(topology: str, num_slices: int = 1) -> list:
+  """The devices of a topology of GPUs, or of all slices of one of TPUs, e.g. v5p:2x2x2.
 
   Raises:
-    UserError: no such topology, a version that `CHIPS` lacks, or no TPU compiler.
+    UserError: no such topology, a version that `CHIPS` lacks, or no compiler for it.
   """
+  if gpus.is_gpu(topology):
+    if num_slices > 1:
+      raise UserError(f"--topology={topology}: slices are for TPUs; for nodes write h100:2x8")
+    return gpus.devices_of(topology)
   try:
     slices = {"num_slices": num_slices} if num_slices > 1 else {}
     devices = list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **slices).devices)
@@ -133,15 +137,12 @@ def attention_for(config: Config, platform: str) -> str:
 
 
 def mesh_over(config: Config, topology: str, num_slices: int) -> jax.sharding.Mesh:
-  """The config's mesh over the devices of a topology of TPUs or GPUs.
+  """The config's mesh over the devices of a topology.
 
   Raises:
-    UserError: no such topology, no compiler for it, or a batch or model that can't be split over it.
+    UserError: as `devices_of`, or a batch or model that can't be split over them.
   """
-  on_gpus = gpus.is_gpu(topology)
-  if on_gpus and num_slices > 1:
-    raise UserError(f"--topology={topology}: slices are for TPUs; for nodes write h100:2x8")
-  mesh = sharding.make_mesh(config.mesh, gpus.devices_of(topology) if on_gpus else devices_of(topology, num_slices))
+  mesh = sharding.make_mesh(config.mesh, devices_of(topology, num_slices))
   sharding.check(config, mesh)
   return mesh
 

@@ -100,7 +100,7 @@ def ahead(config: Config, topology: str, rows: int, slots: int, draft: tuple[int
   model = dataclasses.replace(config.model, attention="reference" if on_gpu else "pallas_tpu")
   grid = grids.make_grid(model, config.eval.num_steps)
   prompts, rows = rows, max(rows, 2)  # see `Decoder.count_rows`
-  device = (gpus.devices_of(topology) if on_gpu else compile_ahead.devices_of(topology, 1))[0]
+  device = compile_ahead.devices_of(topology)[0]
   chip = compile_ahead.CHIPS[device.device_kind]
   peak = compile_ahead.peak_flops(device.device_kind)
   placed = functools.partial(
