@@ -9,6 +9,7 @@ are printed on stderr. A kind that this machine can't try (cutting off a process
 user namespaces) is named there too.
 """
 
+import signal
 import subprocess
 import sys
 
@@ -18,8 +19,8 @@ from launch.breaking import inputs, processes, storage
 from launch.breaking.table import HEADER, Suite
 
 KINDS = {
-  "kill": processes.kill,
-  "term": processes.term,
+  "kill": lambda suite: processes.send_signals(suite, signal.SIGKILL),
+  "term": lambda suite: processes.send_signals(suite, signal.SIGTERM),
   "several": processes.several,
   "damage": storage.damage,
   "disk": storage.disk,

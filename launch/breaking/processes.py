@@ -50,16 +50,10 @@ def command(suite: Suite, place: str, cache: str | None = None) -> list[str]:
   return [sys.executable, "-m", "diffeq_nnx.main", "--config=configs/tiny.py", *words, f"--workdir={place}"]
 
 
-def kill(suite: Suite) -> Iterator[Row]:
-  """SIGKILL at random moments of a process, and in each phase."""
-  yield _at_random(suite, signal.SIGKILL, suite.tries)
-  yield _in_phases(suite, signal.SIGKILL)
-
-
-def term(suite: Suite) -> Iterator[Row]:
-  """SIGTERM at random moments of a process, and in each phase."""
-  yield _at_random(suite, signal.SIGTERM, suite.tries // 2)
-  yield _in_phases(suite, signal.SIGTERM)
+def send_signals(suite: Suite, number: signal.Signals) -> Iterator[Row]:
+  """A signal at random moments of a process, and in each phase."""
+  yield _at_random(suite, number, suite.tries if number == signal.SIGKILL else suite.tries // 2)
+  yield _in_phases(suite, number)
 
 
 def _run_with_errors(words: list[str]) -> subprocess.Popen[bytes]:
