@@ -70,14 +70,8 @@ def compare(task: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str
     cells.append(f"{shown}, perplexity {metrics['perplexity']:.3f}" if "perplexity" in metrics else shown)
   difference = float(np.abs(np.subtract(ours["scores"], theirs["scores"])).max())
   rates = [len(side["scores"]) / side["seconds"] for side in (ours, theirs)]
-  return [
-    task,
-    f"{ours['questions']:,}",
-    *cells,
-    f"{difference:.1e}",
-    *(f"{rate:.1f}" for rate in rates),
-    f"{rates[0] / rates[1]:.2f}",
-  ]
+  speeds = [*(f"{rate:.1f}" for rate in rates), f"{rates[0] / rates[1]:.2f}"]
+  return [task, f"{ours['questions']:,}", *cells, f"{difference:.1e}", *speeds]
 
 
 def measure(path: str, windows: Windows, count_nats: Callable[[Windows], float]) -> float:
