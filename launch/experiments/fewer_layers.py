@@ -171,12 +171,9 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
   settings += [f"train.step_counts={depths}", "train.self_distillation=True"] if elastic else ()
   asked = None if elastic or recipe in OF_ONE_DEPTH else num_steps
   config = read_config(args, source, settings)
-  tables.require_tuning(workdir, config)
   if elastic and workdir_lib.holds_run(workdir) and Run.open(workdir).started.train.step_counts != depths:
     raise UserError(f"{workdir}: was trained at other --depths; give another --out")
-  of_model = [one for one in settings if one.startswith("model.")]
-  jobs.run("finetune", config, workdir, from_workdir=source, num_steps=asked, model_settings=of_model)
-  tables.check_finished(workdir, max(args.points))
+  tables.fine_tune(config, workdir, source, asked, settings)
   after, depth = f"{workdir}_{num_steps}_after_{max(args.points)}", num_steps if elastic else None
   other = []
   if args.other:
@@ -194,13 +191,9 @@ def heal(args, recipe: str, num_steps: int, healing: str, seed: int) -> list[flo
 
 def main(argv: list[str] | None = None) -> None:
   """Runs everything and prints the table."""
-  recipes, healing = ["fitted", "greedy", "influence", "merged", "uniform"], ["teacher"]
-  parser = programs.make_parser(
-    __doc__,
-    **dict(workdir=str, out=str, recipes=recipes, healing=healing, depths=[30, 27, 24, 20, 15], points=[20, 60, 200]),
-    seeds=[0],
-    other=None,
-  )
+  recipes = ["fitted", "greedy", "influence", "merged", "uniform"]
+  study = {"recipes": recipes, "healing": ["teacher"], "depths": [30, 27, 24, 20, 15], "points": [20, 60, 200]}
+  parser = programs.make_parser(__doc__, workdir=str, out=str, **study, seeds=[0], other=None)
   parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   args = parser.parse_args(argv)
   if "elastic" in args.healing and (len(args.points) > 1 or {*OF_ONE_DEPTH} & {*args.recipes}):

@@ -18,7 +18,6 @@ import statistics
 import numpy as np
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import jobs
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.training.report import read_metrics
 from launch import programs
@@ -31,10 +30,7 @@ def tune(args: argparse.Namespace, source: str, preset: str, num_steps: int) -> 
   config = config_lib.load(with_preset(args.config, preset), args.set)
   name = f"{preset}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
   workdir = os.path.join(args.workdir, name)
-  tables.require_tuning(workdir, config)
-  of_model = [one for one in args.set if one.startswith("model.")]
-  jobs.run("finetune", config, workdir, from_workdir=source, num_steps=num_steps, model_settings=of_model)
-  tables.check_finished(workdir, config.train.steps)
+  tables.fine_tune(config, workdir, source, num_steps, args.set)
   recorded = read_metrics(workdir, "validation")
   last = [one["loss"] for one in read_metrics(workdir, "train") if one["step"] > 0.9 * config.train.steps]
   if not last:

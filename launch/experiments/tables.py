@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 import numpy as np
 from numpy.typing import ArrayLike
 
-from diffeq_nnx import files
+from diffeq_nnx import files, jobs
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.parallel.console import markdown as markdown
@@ -51,17 +51,23 @@ def require_config(workdir: str, config: Config) -> None:
       )
 
 
-def require_tuning(workdir: str, config: Config) -> None:
-  """Raises UserError if a directory holds a run that was fine-tuned otherwise than this config says.
+def fine_tune(config: Config, workdir: str, source: str, num_steps: int | None, settings: Sequence[str]) -> None:
+  """Fine-tunes the run `source` to the last train step, unless that is done; `settings` may change its model.
 
-  Its model, and what follows from that, are those of the run that it was made from.
+  Raises:
+    RunError: the run ended before, by SIGTERM.
+    UserError: the directory holds a run that was fine-tuned otherwise than this config says, apart from its model, and
+      what follows from that, which are those of `source`.
   """
   # not eval.every: a validation loss is the same however often the run was validated
   teacher = lambda c: c.train.teacher and (c.train.teacher, c.train.teacher_weight)
-  settings = lambda c: (c.optimizer, c.train.steps, c.train.batch_size, c.eval.batch_size, c.eval.max_batches, c.seed)
-  tuning = lambda c: (teacher(c), *settings(c))
+  others = lambda c: (c.optimizer, c.train.steps, c.train.batch_size, c.eval.batch_size, c.eval.max_batches, c.seed)
+  tuning = lambda c: (teacher(c), *others(c))
   if workdir_lib.holds_run(workdir) and tuning(Run.open(workdir).started) != tuning(config):
     raise UserError(f"{workdir}: was trained with other settings; name another folder")
+  of_model = [one for one in settings if one.startswith("model.")]
+  jobs.run("finetune", config, workdir, from_workdir=source, num_steps=num_steps, model_settings=of_model)
+  check_finished(workdir, config.train.steps)
 
 
 def check_finished(workdir: str, steps: int) -> None:
