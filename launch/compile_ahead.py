@@ -171,13 +171,10 @@ def compile_step(config: Config, mesh: jax.sharding.Mesh) -> Step:
 
 def state_bytes(config: Config, mesh: jax.sharding.Mesh) -> dict[str, int]:
   """Bytes of the state on one device, by kind, without padding."""
-
-  def size(tree) -> int:
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
-
   state = abstract_state(config, mesh)
-  return {"parameters": size(state["params"]), "optimizer": size(state["opt_state"])}
+  size = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+  kinds = {"parameters": state["params"], "optimizer": state["opt_state"]}
+  return {kind: sum(map(size, jax.tree.leaves(arrays))) for kind, arrays in kinds.items()}
 
 
 def sequences_held(config: Config, mesh: jax.sharding.Mesh) -> int:

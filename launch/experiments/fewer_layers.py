@@ -99,11 +99,6 @@ def prepare(recipe: str, num_steps: int, args) -> str:
   return place
 
 
-def leave_first(kept: list[int], group: list[int]) -> list[int]:
-  """The layers that are kept when those of a group have become its first."""
-  return [step for step in kept if step not in group[1:]]
-
-
 def merge(workdir: str, config: Config, num_steps: int, place: str) -> None:
   """Writes a run of `num_steps` layers, some of which are groups of neighbors."""
   run = Run.open(workdir)
@@ -114,10 +109,10 @@ def merge(workdir: str, config: Config, num_steps: int, place: str) -> None:
     sets, kept = params["weight_source"]["stored"], list(range(S))
     grid = grids.make_grid(model)
 
-    def merged(sets, group):
+    def join(sets, kept, group):
       first, *others = group
-      join = lambda leaf: leaf.at[first].add(sum(leaf[other] - leaf[first] for other in others))
-      return jax.tree.map(join, sets)
+      add = lambda leaf: leaf.at[first].add(sum(leaf[other] - leaf[first] for other in others))
+      return jax.tree.map(add, sets), [step for step in kept if step not in others]
 
     def loss(sets, kept):
       weights, sizes_S, none_S = GridWeights(sets, grid), np.asarray(grid.keep(kept).sizes), np.full(S, S, np.int32)
@@ -126,9 +121,9 @@ def merge(workdir: str, config: Config, num_steps: int, place: str) -> None:
     while len(kept) > num_steps:
       size = min(GROUP, len(kept) - num_steps + 1)
       groups = [kept[i : i + size] for i in range(len(kept) - size + 1)]
-      losses = [loss(merged(sets, group), leave_first(kept, group)) for group in groups]
+      losses = [loss(*join(sets, kept, group)) for group in groups]
       best = groups[int(np.argmin(losses))]
-      sets, kept = merged(sets, best), leave_first(kept, best)
+      sets, kept = join(sets, kept, best)
       print(f"merged {best}: {len(kept)} layers", flush=True)
     sets = jax.tree.map(lambda leaf: leaf[np.asarray(kept)], sets)
     small = dataclasses.replace(run.started, model=dataclasses.replace(run.started.model, num_steps=num_steps))
