@@ -272,38 +272,29 @@ def time_lines(step: Step, program: hlo.Program) -> list[str]:
   ]
 
 
-Times = tuple[dict[str, tuple[float, str]], float, str, str]
-
-
-def times(step: Step, program: hlo.Program) -> Times:
+def times(step: Step, program: hlo.Program) -> tuple[dict[str, tuple[float, str]], float, str, str]:
   """Seconds of each part with what they mean, seconds of communication, its links, and what is not included."""
-  if step.on_gpu:
-    return gpu_times(step, program)
-  chip = step.chip
-  parts = {
-    "compute": (program.cycles / (1e9 * chip.clock), f"the compiler's cycles at {chip.clock} GHz"),
-    "our kernels": (kernel_seconds(step, program), "at least: attention's products at peak, the rest's memory"),
-  }
-  sent = sum(size for kind, (size, _) in communication(program).items() if kind != "send") / (1e9 * chip.ici)
-  return parts, sent, f"within a slice at {chip.ici} GB/s a chip", "waiting and other work of kernels, between slices"
-
-
-def gpu_times(step: Step, program: hlo.Program) -> Times:
-  """As `times`, for GPUs."""
-  gpu, peak = step.chip, peak_flops(step.device_kind)
-  found = roofline.seconds(program, gpu, peak)
+  chip, peak = step.chip, peak_flops(step.device_kind)
+  if not step.on_gpu:
+    parts = {
+      "compute": (program.cycles / (1e9 * chip.clock), f"the compiler's cycles at {chip.clock} GHz"),
+      "our kernels": (kernel_seconds(step, program), "at least: attention's products at peak, the rest's memory"),
+    }
+    sent = sum(size for kind, (size, _) in communication(program).items() if kind != "send") / (1e9 * chip.ici)
+    return parts, sent, f"within a slice at {chip.ici} GB/s a chip", "waiting and other work of kernels, between slices"
+  found = roofline.seconds(program, chip, peak)
   attention = f"at least: its products at peak, of {step.config.model.attention}"
   if step.config.model.attention == "reference":
     attention = "no kernel has it: within the other rows"
   per_node = sum(device.process_index == 0 for device in step.mesh.devices.flat)
-  rest = f"at least: what memory at {gpu.bandwidth} GB/s or lanes bound"
+  rest = f"at least: what memory at {chip.bandwidth} GB/s or lanes bound"
   parts = {
     "products": (found["products"], f"at least: what they bound, bfloat16 at {peak / 1e12:.0f} TFLOP/s"),
     "attention": (found["attention"], attention),
     "the rest": (found["memory"] + found["elementwise"], rest),
   }
-  sent = roofline.communication_seconds(program.collectives, gpu, per_node)
-  links = f"at {gpu.nvlink} GB/s a GPU, between nodes {gpu.network}"
+  sent = roofline.communication_seconds(program.collectives, chip, per_node)
+  links = f"at {chip.nvlink} GB/s a GPU, between nodes {chip.network}"
   return parts, sent, links, "autotuning, cuBLAS, cuDNN, other work of kernels, memory of CUDA and NCCL"
 
 
