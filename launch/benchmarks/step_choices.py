@@ -24,18 +24,6 @@ from launch.benchmarks import hlo
 SPARE = 0.05  # of a device's memory
 
 
-def choices(held: int, remats: list[str], sequences: list[int]) -> list[tuple[str, int]]:
-  """The pairs of train.remat and train.device_batch_size that are worth compiling, of a device that holds `held`.
-
-  Raises:
-    UserError: no number of sequences divides those that a device holds.
-  """
-  divisors = [count for count in sequences if held % count == 0]
-  if not divisors:
-    raise UserError(f"--sequences={','.join(map(str, sequences))}: none divides the {held} sequences of a device")
-  return list(itertools.product(remats, divisors))
-
-
 def estimate(step: compile_ahead.Step) -> tuple[float, float]:
   """(seconds of a step with all communication hidden, GiB of a device at its peak)."""
   parts, sent, _, _ = compile_ahead.times(step, hlo.Program(step.compiled.as_text()))
@@ -52,7 +40,10 @@ def main(argv: list[str] | None = None) -> int:
   found = {}
   print("| `train.remat` | `train.device_batch_size` | peak, GiB | step, s |\n| --- | --- | --- | --- |", flush=True)
   held = config.train.batch_size // sharding.num_shards("batch", mesh.shape)
-  for remat, sequences in choices(held, args.remat, args.sequences):
+  divisors = [count for count in args.sequences if held % count == 0]
+  if not divisors:
+    raise UserError(f"--sequences={','.join(map(str, args.sequences))}: none divides the {held} sequences of a device")
+  for remat, sequences in itertools.product(args.remat, divisors):
     train = dataclasses.replace(config.train, remat=remat, device_batch_size=sequences)
     try:
       step = compile_ahead.compile_step(dataclasses.replace(config, train=train), mesh)
