@@ -13,16 +13,13 @@ from launch.breaking.table import SETTINGS, STEPS, Row, Suite, losses
 
 # Sends itself a signal after a delay from the first call of a function; then as `python -m diffeq_nnx.main`.
 SIGNALED = """
-import importlib, os, sys, threading
+import os, pkgutil, sys, threading
 from absl import app
 from diffeq_nnx import main
 name, number, delay = sys.argv[1:4]
 del sys.argv[1:4]
-module, _, path = name.partition(":")
-owner = importlib.import_module(module)
-*parents, last = path.split(".")
-for parent in parents:
-  owner = getattr(owner, parent)
+place, _, last = name.rpartition(".")
+owner = pkgutil.resolve_name(place)
 original = getattr(owner, last)
 def called(*args, **kwargs):
   setattr(owner, last, original)
@@ -34,11 +31,11 @@ setattr(owner, last, called)
 app.run(main.main, flags_parser=main.parse)
 """
 PHASES = {  # where each begins, and the longest delay in seconds
-  "tokenizing": ("diffeq_nnx.training.loop:load_corpus", 1.0),
-  "restoring": ("diffeq_nnx.runs.checkpoint:Checkpoints.restore", 0.2),
-  "compiling": ("diffeq_nnx.training.loop:make_train_step", 2.0),
-  "validating": ("diffeq_nnx.training.evaluate:Evaluator.__call__", 0.5),
-  "saving": ("diffeq_nnx.runs.checkpoint:Checkpoints.save", 0.3),
+  "tokenizing": ("diffeq_nnx.training.loop.load_corpus", 1.0),
+  "restoring": ("diffeq_nnx.runs.checkpoint.Checkpoints.restore", 0.2),
+  "compiling": ("diffeq_nnx.training.loop.make_train_step", 2.0),
+  "validating": ("diffeq_nnx.training.evaluate.Evaluator.__call__", 0.5),
+  "saving": ("diffeq_nnx.runs.checkpoint.Checkpoints.save", 0.3),
 }
 LOST_SECONDS = 120  # for the others to end
 
