@@ -386,3 +386,15 @@ class Growing:
     finally:
       if self._bucket:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def check_place(workdir: str, flag: str = "workdir") -> None:
+  """Raises UserError where orbax keeps no checkpoints: in other buckets than gs://, and at paths with patterns."""
+  if "://" in workdir and not workdir.startswith("gs://"):
+    raise UserError(
+      f"{flag}={workdir}: orbax keeps checkpoints on disks and at gs:// only; name a disk or gs://..., and copy the "
+      "directory when the run is finished (text and shards may be in other buckets)"
+    )
+  path = absolute(workdir)
+  if found := next((one for one in path if one in "[*?\\" or "\ud800" <= one <= "\udfff"), None):
+    raise UserError(f"{flag}={workdir}: orbax keeps no checkpoints where a path has {found!r}; name another directory")

@@ -108,6 +108,9 @@ def run(argv: list[str]) -> None:
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
+  for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
+    if flag.value:
+      files.check_place(flag.value, flag.name)
   holds_run = CONFIG.value is None and files.exists(os.path.join(WORKDIR.value, config_lib.RUN_FILE))
   if CONFIG.value is None and (job.config == "file" or job.config == "file_or_run" and not holds_run):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
@@ -120,12 +123,8 @@ def run(argv: list[str]) -> None:
   from diffeq_nnx.jobs.deriving import start_from  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.parallel import distributed
   from diffeq_nnx.parallel.console import say
-  from diffeq_nnx.runs import workdir
   from diffeq_nnx.runs.run import Run
 
-  for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
-    if flag.value:
-      workdir.check_place(flag.value, flag.name)
   known = None  # the validation text of the run that a new one is made from
   if config is None:
     from_source = job.config == "source" or job.config == "file_or_source" and not holds_run

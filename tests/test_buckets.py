@@ -200,9 +200,11 @@ def test_what_can_t_be_used_is_one_line(store, tmp_path, url, fault, part):
 
 
 def test_a_bucket_that_can_t_hold_checkpoints_is_refused_before_the_text_is_read(capsys):
-  arguments = ["--config=configs/tiny.py", "--config.data.source=text:missing/*.txt", "--workdir=s3://bucket/run"]
-  code, line = mistake(arguments, capsys)
-  assert code == 2 and line.startswith("error: workdir=s3://bucket/run: orbax keeps checkpoints on disks and at gs://")
+  """Nor is the bucket asked, for which credentials may lack."""
+  for arguments in (["--config=configs/tiny.py", "--config.data.source=text:missing/*.txt"], ["--job=evaluate"]):
+    code, line = mistake([*arguments, "--workdir=s3://bucket/run"], capsys)
+    assert code == 2
+    assert line.startswith("error: workdir=s3://bucket/run: orbax keeps checkpoints on disks and at gs://")
 
 
 @pytest.mark.slow(reason="three jobs of processes")

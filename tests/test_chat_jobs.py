@@ -209,9 +209,8 @@ def test_the_job_and_lm_eval_s_command_line_apply_the_template(talking, task_fol
   assert {len(call.args[1]) for call in writing.call_args_list} == {3}  # an example as turns
   table = (workdir / "harness" / "table.md").read_text()
   assert "the run's chat template writes the contexts: examples are turns" in table
-  monkeypatch.setattr(
-    "lm_eval.tasks.TaskManager", functools.partial(tasks.TaskManager, include_defaults=False)
-  )  # seconds
+  quick = functools.partial(tasks.TaskManager, include_defaults=False)  # the default tasks take seconds
+  monkeypatch.setattr("lm_eval.tasks.TaskManager", quick)
   monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)  # a device was used already
   words = f"lm_eval --model diffeq_nnx --model_args workdir={workdir} --limit 4 --num_fewshot 1 --apply_chat_template"
   more = ["--fewshot_as_multiturn", "True", "--tasks", str(task_folder / "choice.yaml"), "--output_path", str(tmp_path)]

@@ -23,7 +23,7 @@ from diffeq_nnx.model import parameters
 from diffeq_nnx.model.parameters import Params
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import say
-from diffeq_nnx.runs.workdir import check_config, check_place
+from diffeq_nnx.runs.workdir import check_config
 
 State = dict[str, Any]  # a training state: see `training.step`
 BIT_SUMS = "bit_sums"  # in the item data, by item; orbax does not notice every changed byte
@@ -53,7 +53,7 @@ class Checkpoints:
 
   def __init__(self, workdir: str, config: Config, tokenizer_hash: str, read_only: bool = False):
     """`read_only`: nothing is written to the directory, and a damaged checkpoint stays where it is."""
-    check_place(workdir)
+    files.check_place(workdir)
     self._read_only = read_only
     self._workdir = files.absolute(workdir)
     self._folder = os.path.join(self._workdir, CHECKPOINT_FOLDER)

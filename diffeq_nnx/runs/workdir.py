@@ -56,18 +56,6 @@ def identity(config: Config) -> dict[str, Any]:
   return {key: value for key, value in flat.items() if key not in ignored}
 
 
-def check_place(workdir: str, flag: str = "workdir") -> None:
-  """Raises UserError where orbax keeps no checkpoints: in other buckets than gs://, and at paths with patterns."""
-  if "://" in workdir and not workdir.startswith("gs://"):
-    raise UserError(
-      f"{flag}={workdir}: orbax keeps checkpoints on disks and at gs:// only; name a disk or gs://..., and copy the "
-      "directory when the run is finished (text and shards may be in other buckets)"
-    )
-  path = files.absolute(workdir)
-  if found := next((one for one in path if one in "[*?\\" or "\ud800" <= one <= "\udfff"), None):
-    raise UserError(f"{flag}={workdir}: orbax keeps no checkpoints where a path has {found!r}; name another directory")
-
-
 def require_writable(folder: str) -> None:
   """Raises RunError, before long work, if its results can't be written to a folder."""
   with writing(folder, "; make room for it, or copy the run to a place of yours"):
