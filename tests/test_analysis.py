@@ -1,5 +1,6 @@
 """Spectra, exponents, attribution and clustering: against dense float64 computations and systems that are known."""
 
+import dataclasses
 import functools
 
 from flax import nnx
@@ -264,6 +265,10 @@ def test_figures_show_the_findings():
   np.testing.assert_allclose(scores.x, copying_score(found.spectra.qk).reshape(-1))
   np.testing.assert_allclose(scores.y, copying_score(found.spectra.ov).reshape(-1))
   np.testing.assert_allclose(scores.color, found.prefix_matching.reshape(-1))
+  at_others = dataclasses.replace(found, spectra=spectra(one, [0.5, 1.0]))  # no step has weights of the first
+  (colored,) = figures.induction(at_others).panels[0].marks
+  np.testing.assert_allclose(colored.color, np.append(np.full(4, np.nan), found.prefix_matching[-1]))
+  assert [*found.depth] == ["own", "held at step 0", "held at step 1", "held at step 2"]
   for panel, pair in zip(figures.real_parts(found).panels, ("qk", "ov", "ff")):
     points, values = panel.marks[0], found.spectra.of(pair)
     for s, t in enumerate(found.spectra.times):
@@ -294,7 +299,8 @@ def test_what_can_t_be_is_told():
   ):
     assert part in told(call)
   broken = AnalyzedModel(jax.tree.map(lambda leaf: leaf * 1e30, moved_instance(small_model())))
-  assert "the state after step 1 of 3 is not finite" in told(lambda: exponents(broken, TOKENS), RunError)
+  for call in (lambda: exponents(broken, TOKENS), lambda: find(broken, TOKENS, ["a"] * 9, str)):
+    assert "the state after step 1 of 3 is not finite" in told(call, RunError)
 
 
 def test_everything_is_found_of_one_token_and_of_one_stored_step():

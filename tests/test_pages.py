@@ -104,8 +104,9 @@ def test_boxes_of_tokens_hold_all_text_and_do_not_overlap():
   for token, piece in enumerate(pieces):
     assert "".join(box[3] for box in boxes if box[0] == token) == charts.visible(piece)
   for (_, row, column, part), (_, next_row, next_column, _) in zip(boxes, boxes[1:]):
-    assert (row, column + len(part)) <= (next_row, next_column) or next_row > row
-  assert all(0 <= column and column + len(part) <= png.COLUMNS for _, _, column, part in boxes)
+    assert (row, column + png.count_columns(part)) <= (next_row, next_column) or next_row > row
+  assert all(0 <= column and column + png.count_columns(part) <= png.COLUMNS for _, _, column, part in boxes)
+  assert png.count_columns("a漢字\U0001f600") == 7
 
 
 # ---- on the page
@@ -234,6 +235,7 @@ def test_hovering_shows_values_and_labels(wide):
 def test_hostile_texts_come_out_as_text(wide):
   tokens = wide.locator("figure:has-text('weight') .token").all_text_contents()
   assert tokens == [charts.visible(piece) for piece in ITEMS["text"].pieces] and "</script><b>x</b>" in tokens
+  assert "\u202e" not in "".join(tokens)  # which would turn all that follows around
   assert wide.evaluate("document.querySelectorAll('main b, main i:not(.scale i), main img').length") == 0
   ticks = wide.locator(".plot >> nth=4 >> .xtick text").all_text_contents()
   assert ticks == [charts.visible(label) for label in HOSTILE]

@@ -41,10 +41,7 @@ def sections(found: Findings) -> list[Section]:
     ),
   ]
   if found.depth is not None:
-    about = (
-      "Whether the states of tokens gather in clusters over depth. They do where weights are the same at all steps."
-    )
-    made.append(("Clustering", about, [depth(found)]))
+    made.append(("Clustering", "Whether the states of tokens gather in clusters over depth.", [depth(found)]))
   return made
 
 
@@ -87,7 +84,7 @@ def magnitudes(found: Findings) -> Chart:
     "spectra_magnitude",
     "Magnitudes of the eigenvalues",
     "Over all heads. Dashed, where weights are generated: W(t), also at times between those that the solver visits. "
-    "Where model.time.weights_at is mean, solid lines are of the means of W(t) over the steps.",
+    "Where model.time.weights_at is mean, solid lines at the solver's times are of the means of W(t) over the steps.",
     panels,
   )
 
@@ -123,8 +120,12 @@ def induction(found: Findings) -> Chart:
   """The copying scores of both products of each head, and its prefix matching on repeated tokens."""
   qk_SxH, ov_SxH = copying_score(found.spectra.qk), copying_score(found.spectra.ov)
   whose = [f"t = {t:.3g}, head {h}" for t in found.spectra.times for h in range(qk_SxH.shape[1])]
-  own = np.array_equal(found.spectra.times, found.times_S)
-  measured = found.prefix_matching.reshape(-1) if own and found.prefix_matching is not None else None
+  rows, steps = np.nonzero(found.spectra.times[:, None] == found.times_S)
+  measured = None
+  if found.prefix_matching is not None and 0 < len(rows) == len(set(rows)):  # weights that steps share have no one step
+    measured = np.full(qk_SxH.shape, np.nan)
+    measured[rows] = found.prefix_matching[steps]
+    measured = measured.reshape(-1)
   caption = (
     "Each point is one head at one time. A score is the sum of the eigenvalues over the sum of their "
     "magnitudes. A head at the upper right attends to tokens like its own and copies them, which the paper reads as "
@@ -170,7 +171,8 @@ def colored_texts(found: Findings) -> list[ColoredText]:
     color(
       "attention_rollout",
       "Attention rollout",
-      "For comparison: the shares of the framed token's attention that lead back to each token; they sum to 1.",
+      "For comparison: the shares of the framed token's attention that lead back to each token; they sum to 1. Of each "
+      "step, the first attention counts.",
       found.rollout,
       "share",
     ),
@@ -246,7 +248,7 @@ def depth(found: Findings) -> Chart:
     "clustering_model",
     "This model's states over depth",
     "The states of the text's tokens as unit vectors: the mean distance between two (random directions: "
-    f"1.41), and the fraction of pairs within {clustering.NEAR:g} of each other. Dashed: with the weights of one step "
-    "at all steps.",
+    f"1.41), and the fraction of pairs within {clustering.NEAR:g} of each other. Dashed: with the weights of one step, "
+    "counted from 0, at all steps.",
     panels,
   )

@@ -105,6 +105,9 @@ def find(
   if leading < 1:
     raise UserError(f"leading={leading}: must be 1 or above")
   times = None if times is None else sorted(set(times))
+  passed = analyzed.observe(
+    tokens_L[: position + 1], attention=True
+  )  # first, since it tells of weights without a number
   with show_progress("spectra", len(analyzed.times.times_U) if times is None else len(times)) as progress:
     found = spectra(analyzed, times, progress=progress)
   between = None
@@ -119,7 +122,6 @@ def find(
       exponents[form] = sensitivity.exponents(
         analyzed, tokens_L, position, leading=min(leading, analyzed.config.embed_dim), form=form, progress=progress
       )
-  passed = analyzed.observe(tokens_L[: position + 1], attention=True)
   token, probability = attention.likeliest(analyzed, passed)
   half = min(attention.HALF, analyzed.config.seq_len // 2)
   return Findings(
@@ -144,8 +146,8 @@ def find(
 
 def _depth(analyzed: AnalyzedModel, tokens_L: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   """The spread of states with the model's weights, and with those of the first, middle or last step at all steps."""
-  S = analyzed.grid.num_steps
-  held = {f"held at step {step + 1}": step for step in dict.fromkeys((0, S // 2, S - 1))}
+  S, kept = analyzed.grid.num_steps, analyzed.grid.kept_S  # of all steps, from 0, as in model.depth_order
+  held = {f"held at step {kept[step]}": step for step in dict.fromkeys((0, S // 2, S - 1))}
   return {label: clustering.depth_spread(analyzed, tokens_L, step) for label, step in {"own": None, **held}.items()}
 
 

@@ -64,7 +64,7 @@ def analyze(
   say_untrained(config, step, num_steps)
   del run  # the analyzed model has what it needs
   shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
-  decode = lambda token: tokenizer.decode_within([token]) or f"<{token}>"
+  decode = lambda token: TextStream(tokenizer.decode_within).add(token) or f"<{token}>"  # a part of a character
   found = find(analyzed, ids, shown, decode, position=position, leading=leading, times=times)
   facts = {
     "Run": os.path.basename(files.absolute(workdir)),

@@ -2,6 +2,7 @@
 
 import textwrap
 from typing import Any
+import unicodedata
 import warnings
 
 from matplotlib import style
@@ -89,7 +90,7 @@ def _text_figure(text: ColoredText) -> Figure:
   for index, row, column, part in boxes:
     behind, letters = tokens[index][2] or ("none", "black")
     frame = {"edgecolor": "black", "linewidth": 1.5, "zorder": 3} if index == text.marked else {"linewidth": 0}
-    axes.add_patch(Rectangle((column, row + 0.1), len(part) - 0.15, 0.8, facecolor=behind, **frame))
+    axes.add_patch(Rectangle((column, row + 0.1), count_columns(part) - 0.15, 0.8, facecolor=behind, **frame))
     axes.text(column, row + 0.5, part, color=letters, size=10, family="DejaVu Sans Mono", va="center", zorder=4)
   stops, low, high = text.scale
   colors = ScalarMappable(Normalize(low, high), palette.color_map(stops))
@@ -104,13 +105,18 @@ def text_boxes(text: ColoredText) -> list[tuple[int, int, int, str]]:
     shown = visible(piece) or " "
     for start in range(0, len(shown), COLUMNS):
       part = shown[start : start + COLUMNS]
-      if column + len(part) > COLUMNS:
+      if column + count_columns(part) > COLUMNS:
         row, column = row + 1, 0
       boxes.append((index, row, column, part))
-      column += len(part)
+      column += count_columns(part)
     if "\n" in piece:
       row, column = row + 1, 0
   return boxes
+
+
+def count_columns(text: str) -> int:
+  """How many columns a text takes; a wide character has two."""
+  return len(text) + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
 
 
 def _add_titles(figure: Figure, item: Chart | ColoredText) -> None:
