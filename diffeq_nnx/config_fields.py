@@ -112,7 +112,9 @@ def _check(key: str, value: Any, field: dataclasses.Field) -> Any:
 def _check_choice(key: str, value: Any, field: dataclasses.Field) -> None:
   known = field.metadata["choices"]
   if value not in known and (value is not None or field.default is not None):
-    raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {nearest(str(value), known)}")
+    hint = nearest(str(value), known)
+    hint = hint if hint.startswith("did") else "or give the --config that registers it"
+    raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {hint}")
 
 
 def freeze(cls: type[Section], nested: Any) -> Any:

@@ -161,7 +161,7 @@ def parse_json(content: bytes, path: str, label: str | None = None) -> Any:
   try:
     return json.loads(content.decode("utf-8-sig"), object_pairs_hook=make_dict)
   except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-    problem = f"{os.path.basename(path)} is not JSON ({error}); restore the file"
+    problem = f"{os.path.basename(path)} is not JSON ({error}); correct or restore it"
     raise UserError(f"{label}: {problem}" if label else problem) from error
 
 

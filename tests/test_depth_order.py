@@ -57,6 +57,8 @@ def test_what_an_order_or_stored_weights_change_about_depths_is_told(capsys):
     grows = change(small_config(model, step_counts=(2, 4), step_schedule=(5,)), eval=dict(num_steps=2))
     made = derive_config(grows, discretized_config(model))
     assert (made.train.step_counts, made.train.step_schedule, made.eval.num_steps) == kept
+  shorter = derive_config(grows, discretized_config(ordered(), 3))
+  assert shorter.train.step_counts == (2, 3) and not shorter.train.step_schedule  # its own depth is trained too
 
 
 # grids, weights and states

@@ -105,12 +105,16 @@ def test_a_baseline_of_lm_eval_s_command_line_says_beside_its_config_how_chats_w
 
 def test_a_baseline_that_was_sampled_otherwise_or_is_of_another_version_is_noted():
   ours = {
-    "config": {"gen_kwargs": None, "fewshot_seed": 1234},
+    "config": {"gen_kwargs": None, "fewshot_seed": 1234, "num_steps": 6},
     "results": {"a": {"acc,none": 0.5}},
     "versions": {"a": 1},
   }
-  theirs = ours | {"config": {"gen_kwargs": {"temperature": 1}, "fewshot_seed": 42}, "versions": {"a": 2.0}}
+  theirs = ours | {
+    "config": {"gen_kwargs": {"temperature": 1}, "fewshot_seed": 42, "num_steps": 8},
+    "versions": {"a": 2.0},
+  }
   assert report.note_differences([ours], [theirs]) == [
+    "num_steps: 6 here, 8 for the baseline",
     'gen_kwargs: null here, {"temperature": 1} for the baseline',
     "fewshot_seed: 1234 here, 42 for the baseline",
     "with another version of the task for the baseline: a",

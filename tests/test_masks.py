@@ -218,7 +218,7 @@ def test_what_has_no_effect_or_no_meaning_is_one_line(tmp_path):
     (lambda: DataConfig(too_long="drop"), "data.too_long=drop: is for data.rows=padded"),
     (
       lambda: data.open_source("text:*.md", options=Options(records="completion")),
-      "data.records=completion reads records with keys, which this kind of source does not have",
+      "which this kind of source does not have; use jsonl:GLOB, parquet:GLOB or hf:NAME, or set data.records=text",
     ),
     (lambda: load(same), "data.rows=padded: the tokenizer's begin and end marks are the same"),
   ):

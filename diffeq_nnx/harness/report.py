@@ -15,7 +15,7 @@ from diffeq_nnx.parallel.console import markdown
 NAME = "results.json"
 # of results, in lm_eval's `config`
 CONDITIONS = (
-  *("limit", "begin_mark", "dtype", "max_length", "rolling_windows"),
+  *("limit", "num_steps", "begin_mark", "dtype", "max_length", "rolling_windows"),
   *("examples", "gen_kwargs", "fewshot_seed"),
   *("chat_template", "system_instruction"),  # which lm_eval's command line writes beside `config`
 )

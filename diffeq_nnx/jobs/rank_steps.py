@@ -10,7 +10,7 @@ import numpy as np
 
 from diffeq_nnx import files
 from diffeq_nnx.analysis.ranking import Ranker, leave_out
-from diffeq_nnx.config import KEYS_OF_ROWS, NO_TEXT, Config, nearest
+from diffeq_nnx.config import KEYS_OF_ROWS, NO_TEXT, Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.deriving import load_text, make_batches
 from diffeq_nnx.model import grids
@@ -48,7 +48,7 @@ def rank_steps(
   if tokens < 1:
     raise UserError(f"tokens={tokens}: must be 1 or above")
   if by not in WAYS:
-    raise UserError(f"by={by!r}: must be one of {', '.join(WAYS)}; {nearest(by, WAYS)}")
+    raise UserError(f"by={by!r}: must be one of {', '.join(WAYS)}")
   if by == "influence" and num_steps is not None:
     raise UserError(f"num_steps={num_steps}: is for by=loss, since by=influence ranks all steps; leave it out")
   if config.data.source == NO_TEXT:
@@ -65,7 +65,9 @@ def rank_steps(
     key |= {"seed": config.seed, **{name: getattr(config.data, name) for name in KEYS_OF_ROWS}}
     path = os.path.join(workdir, RESULT)
     known = workdir_lib.read_notes(path)
-    if any(known.get(name) != value for name, value in key.items()):
+    if others := [name for name, value in key.items() if known.get(name) != value]:
+      if known:
+        say(f"replacing the ranking in {path}, which has another {', '.join(others)}")
       loss, influences = ranker.measure_whole()
       known = {**key, "loss": loss, "influences": influences.tolist(), "left_out": []}
       files.write_json(path, known)

@@ -105,7 +105,7 @@ def open_source(source: str, key: str = "data.source", options: Options = Option
   if kind in RESOLVERS and bool(colon) == (kind != "builtin") and (rest or kind not in ("tfds", "hf")):
     if options.records != "text" and kind in ("builtin", "text", "tfds"):
       problem = f"data.records={options.records} reads records with keys, which this kind of source does not have"
-      raise UserError(f"{prefix} {problem}; use jsonl:GLOB, parquet:GLOB or hf:NAME")
+      raise UserError(f"{prefix} {problem}; use jsonl:GLOB, parquet:GLOB or hf:NAME, or set data.records=text")
     try:
       parts, state = RESOLVERS[kind](rest, prefix, options)
     except ImportError as error:
