@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import pytest
 
+from diffeq_nnx import config as config_lib
+from diffeq_nnx.runs import workdir as workdir_lib
 from launch import reference
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -93,6 +95,24 @@ def test_blocks_say_what_they_are(page):
   lines = ["", *prose(page)]
   for before, line in zip(lines, lines[1:]):
     assert before or not line.startswith("    "), f"{page}: an indented block, which nothing executes: {line}"
+
+
+def test_keys_in_prose_exist():
+  keys = [*config_lib.key_types()]
+  sections = {key.rpartition(".")[0] for key in keys} - {""}
+  text = "\n".join(line for page in PAGES for line in prose(page))
+  named = set(re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_.]+)`", text))
+  others = {"model.safetensors", "data.load", "data.train_batches", "model.parameters.build", "data.id"}
+  assert named - {*keys, *sections} == others  # a file, functions, and a key of qkvflow
+
+
+def test_the_keys_that_may_change_are_those_of_the_page():
+  said = (
+    "\n".join(prose("docs/reference/work_directory.md")).partition("must stay, but for")[2].partition(" Of shards")[0]
+  )
+  free = {*re.findall(r"`([\w.]+)`", said), *(f"data.{key}" for key in config_lib.KEYS_OF_TOKENIZER)}
+  keys = {key for key in config_lib.key_types() if key.startswith(("model.", "data."))}
+  assert workdir_lib.identity(config_lib.Config()).keys() == keys - free | {"seed", "optimizer.name"}
 
 
 class Project:

@@ -137,6 +137,18 @@ def test_a_run_is_loaded_and_evaluated_as_it_was_left(finished, capsys):
   assert "holds no run" in told(lambda: diffeq_nnx.load(str(workdir.parent)))
 
 
+def test_the_rest_of_a_run_may_be_deleted(finished, tmp_path, capsys):
+  """All but the config, the tokenizer and one checkpoint."""
+  config, workdir = finished
+  for name in ("run.json", "tokenizer.model", "checkpoints/20"):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (shutil.copytree if name.startswith("checkpoints") else shutil.copy)(workdir / name, tmp_path / name)
+  losses = [jobs.run("evaluate", config, str(place))["loss"] for place in (workdir, tmp_path)]
+  assert losses[0] == losses[1]
+  train(change(config, train=dict(steps=24)), str(tmp_path))
+  assert "continuing from the checkpoint of step 20" in capsys.readouterr().err
+
+
 def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
   """Of uneven steps, with the loss that evaluate finds with no config named."""
   config, workdir = finished
