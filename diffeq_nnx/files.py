@@ -74,7 +74,8 @@ def _accessing(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
       pattern in a bucket, of which fsspec's `rm` would remove every match.
     OSError: for every error within; its strerror says what it was.
   """
-  check_url(path)
+  if is_url(path):
+    check_url(path)
   if is_url(path) and not path.startswith("http") and glob.has_magic(path):
     raise UserError(f"{path}: in a bucket *, ? and [ make a path a pattern; name a path without them")
   for name in ("gcsfs", "s3fs", "fsspec") if is_url(path) else ():
@@ -267,9 +268,12 @@ def replacing_folder(path: str, last: str) -> Iterator[str]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def make_place_to_build(path: str, cache: str) -> str:
-  """Makes a local folder to build what belongs at `path`, which is `path` itself unless that is in a bucket."""
-  name = f"for_bucket_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+def make_place_to_build(path: str, cache: str, work: Any) -> str:
+  """Makes a local folder to build what belongs at `path`, which is `path` itself unless that is in a bucket.
+
+  There each `work`, a JSON value that says what is built, has a folder of its own.
+  """
+  name = f"for_bucket_{hashlib.sha256(json.dumps([path, work], sort_keys=True).encode()).hexdigest()[:16]}"
   parent = absolute("~/.cache/diffeq_nnx" if is_url(cache) else cache)
   place = os.path.join(parent, name) if is_url(path) else path
   make_folder(place)
@@ -277,14 +281,12 @@ def make_place_to_build(path: str, cache: str) -> str:
 
 
 def publish(place: str, path: str, last: str, replaces: Callable[[str], bool]) -> None:
-  """Copies what was built to its bucket if the file named `last` is there, and removes the local folder.
+  """Copies what was built to its bucket if the file named `last` is there.
 
   Other files of the bucket whose names `replaces` holds for are removed.
   """
-  if place != path:
-    if exists(os.path.join(place, last)):
-      _copy_folder(place, path, last, replaces)
-    remove(place)
+  if place != path and exists(os.path.join(place, last)):
+    _copy_folder(place, path, last, replaces)
 
 
 def _list_files(folder: str) -> list[str]:

@@ -140,8 +140,10 @@ def mesh_over(config: Config, topology: str, num_slices: int) -> jax.sharding.Me
   """The config's mesh over the devices of a topology.
 
   Raises:
-    UserError: as `devices_of`, or a batch or model that can't be split over them.
+    UserError: as `devices_of`, a batch or model that can't be split over them, or a teacher.
   """
+  if config.train.teacher is not None:
+    raise UserError("train.teacher: a teacher is not compiled here; set it to None, and leave room for its weights")
   mesh = sharding.make_mesh(config.mesh, devices_of(topology, num_slices))
   sharding.check(config, mesh)
   return mesh
@@ -328,8 +330,6 @@ def main(argv: list[str] | None = None) -> int:
   if on_gpus and args.profile:
     raise UserError(f"--topology={args.topology}: profiles are for TPUs")
   config = config_lib.load(args.config, args.set)
-  if config.train.teacher is not None:
-    raise UserError("train.teacher: a teacher is not compiled here; set it to None, and leave room for its weights")
   mesh = mesh_over(config, args.topology, args.num_slices)
   slices = "" if on_gpus else f"{args.num_slices} x "
   print(

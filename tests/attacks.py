@@ -55,6 +55,6 @@ def give_run(workdir, **sections):
     config[section] |= values
   tokenizer = data.load_tokenizer("bytes")
   (workdir / tokenizer.file_name).write_bytes(tokenizer.model_bytes)
-  record = {"config": config, "tokenizer_hash": tokenizer.hash, "corpus": "", "source": None}
+  record = {"config": config, "tokenizer_hash": tokenizer.hash, "corpus": "", "source": None, "hash": "0"}
   write_json(workdir / "run.json", record)
   return record

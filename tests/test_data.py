@@ -216,7 +216,7 @@ def test_processes_share_out_a_batch_and_read_their_own_rows_only(kind):
 def test_evaluation_covers_every_target_once(num_tokens):
   split = split_of(num_tokens)
   batches = list(data.eval_batches(split, seq_len=5, batch_size=3))
-  assert len(batches) == data.count_eval_batches(split, 5, 3)
+  assert len(batches) == -(-len(data.batches.Rows(split, 5)) // 3)
   targets = []
   for batch in batches:
     assert [batch[name].dtype for name in ("inputs", "targets", "mask")] == [np.int32, np.int32, np.float32]

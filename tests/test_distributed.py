@@ -4,6 +4,7 @@ import contextlib
 import json
 import pathlib
 import re
+import shutil
 import signal
 import sys
 
@@ -256,6 +257,10 @@ def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(fi
   running = [Process(line[3:], local.environment(2)) for line in commands]
   assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
   assert out.read_text() == (tmp_path / "one.jsonl").read_text() and not unfinished.exists()
-  unfinished.write_text('{"seed": 4}\n')
   out.unlink()
-  assert "begun with other settings" in told(lambda: jobs.run("generate", config, str(workdir), **two))
+  other = shutil.copytree(workdir, tmp_path / "other")
+  record = json.loads((other / "run.json").read_text())
+  (other / "run.json").write_text(json.dumps({**record, "hash": "of another run"}))
+  for content, place in (('{"seed": 4}\n', workdir), (before[0], other)):
+    unfinished.write_text(content)
+    assert "begun with other settings" in told(lambda: jobs.run("generate", config, str(place), **two))

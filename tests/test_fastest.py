@@ -92,8 +92,9 @@ def test_a_run_keeps_what_was_measured_until_its_devices_or_its_step_change(tmp_
     file.write_text(content.replace("%s", json.loads(file.read_text())["asked"]))
     assert measured() == 4, content
   assert measured("model.num_steps=4") == 4
+  assert measured("model.num_steps=4", "optimizer.name=lion") == 4  # which has another state
   monkeypatch.setattr(sharding, "describe", lambda mesh: "data 2")
-  assert measured("model.num_steps=4") == 4
+  assert measured("model.num_steps=4", "optimizer.name=lion") == 4
 
 
 def test_if_nothing_fits_one_line_says_so(tmp_path, clock):

@@ -13,6 +13,7 @@ from tests.conftest import told
 def test_home_is_the_same_folder_for_what_is_read_and_what_is_written(tmp_path, monkeypatch):
   monkeypatch.setenv("HOME", str(tmp_path))
   monkeypatch.chdir(tmp_path)
+  assert not files.exists("reference")  # a name like any other
   files.make_folder("~/a")
   files.write_json("~/a/x.json", {})
   files.move_folder("~/a", "~/b/c")
@@ -37,6 +38,11 @@ def test_a_folder_that_is_a_link_or_a_mount_is_filled_where_it_leads(tmp_path, m
   assert {*os.listdir(real)} == {"first", "last"} | ({"other"} if kind == "mount" else set())
   assert (os.stat(real).st_ino == before) == (kind == "mount") and link.is_symlink()
   assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+def test_what_is_built_for_a_bucket_has_a_folder_of_its_own(tmp_path):
+  places = {files.make_place_to_build(path, str(tmp_path), work) for path in ("gs://a", "gs://b") for work in (1, [2])}
+  assert sorted(places) == sorted(map(str, tmp_path.iterdir())) and len(places) == 4
 
 
 def test_a_url_is_a_name_and_no_pattern():

@@ -189,6 +189,20 @@ def test_killed_before_its_first_checkpoint_it_starts_again(tuned, tmp_path, mon
   assert read_metrics(killed, "validation")[0]["loss"] == read_metrics(tuned_folder, "validation")[0]["loss"]
 
 
+def test_a_run_that_began_meanwhile_keeps_its_metrics(tuned, tmp_path, monkeypatch):
+  config, source, tuned_folder, _ = tuned
+  load = finetune.load_text
+
+  def begin(*arguments):
+    shutil.copytree(tuned_folder, tmp_path / "run", dirs_exist_ok=True)
+    return load(*arguments)
+
+  monkeypatch.setattr(finetune, "load_text", begin)
+  tune = lambda: jobs.run("finetune", config, str(tmp_path / "run"), from_workdir=source, num_steps=3)
+  assert "holds a run already" in told(tune)
+  assert read_metrics(str(tmp_path / "run"), "validation") == read_metrics(tuned_folder, "validation") != []
+
+
 def test_mistakes_are_one_line_and_checkpoints_of_something_else_are_not_removed(finished, tmp_path):
   config, source = finished
   new, thesis = str(tmp_path / "new"), tmp_path / "new" / "checkpoints" / "thesis"

@@ -57,7 +57,7 @@ def test_each_counted_target_is_validated_once(tmp_path, kind, layout):
   batches = list(data.eval_batches(split, seq_len=seq_len, batch_size=3))
   wanted = [target for record in RECORDS[kind] for target in targets_of(kind, record)]
   assert list(itertools.chain(*counted(batches))) == wanted
-  assert len(batches) == data.count_eval_batches(split, seq_len, 3)
+  assert len(batches) == -(-len(data.batches.Rows(split, seq_len)) // 3)
   assert all(batch["mask"].shape == batch["inputs"].shape == (3, seq_len) for batch in batches)
   bare = sum(kind == "completion" and not record["prompt"] for record in RECORDS[kind])
   assert split.num_counted == len(wanted)

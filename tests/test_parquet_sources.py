@@ -132,6 +132,18 @@ def test_a_record_in_columns_is_the_one_that_json_lines_hold(tmp_path, monkeypat
     assert seen == [{"messages": one["messages"]} for one in mixed]
 
 
+def test_a_change_behind_a_link_to_a_folder_is_noticed(tmp_path):
+  (tmp_path / "folder").mkdir()
+  (tmp_path / "elsewhere").mkdir()
+  (tmp_path / "folder" / "data").symlink_to(tmp_path / "elsewhere")
+  (tmp_path / "folder" / "README.md").write_text("---\nconfigs: [{config_name: a, data_files: data/train*}]\n---\n")
+  states = []
+  for word in ("first", "second"):
+    write_jsonl(tmp_path / "elsewhere" / "train.jsonl", [{"text": word}])
+    states.append(sources.open_source(f"hf:{tmp_path}/folder").fingerprint())
+  assert states[0] != states[1]
+
+
 def bad_text():
   """A column that says it is text; the second of its three values is none."""
   return pa.Array.from_buffers(pa.string(), 3, pa.array([b"fine", b"caf\xe9", b"end"]).buffers())

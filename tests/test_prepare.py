@@ -209,6 +209,18 @@ def test_preparing_again_mends_what_is_damaged_and_leaves_what_is_whole(text, pr
   assert digest(out) == digest(prepared)
 
 
+def test_a_manifest_that_can_not_be_read_now_stays(text, prepared, tmp_path, monkeypatch):
+  out = shutil.copytree(prepared, tmp_path / "out")
+
+  def refuse(path):
+    raise PermissionError(13, "Permission denied")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(shards.files, "read_json", refuse)
+    assert "manifest.json can't be read (Permission denied)" in told(lambda: prepare(out, config_of(text)))
+  assert digest(out) == digest(prepared)
+
+
 def test_a_repository_and_notes_beside_shards_stay(text, prepared, tmp_path):
   for name in (".git", ".gitattributes"):
     (tmp_path / name).mkdir()

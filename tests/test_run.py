@@ -250,10 +250,16 @@ def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_pa
   assert workdir_lib.config_of(str(tmp_path)).model.lora.rank == 0
 
 
-def test_a_second_training_in_one_directory_is_refused(finished):
-  config, workdir = finished
-  with lock(str(workdir), "here"):
-    assert "another process trains there; wait for it, or stop it" in told(lambda: train(config, str(workdir)))
+def test_a_second_training_in_one_directory_is_refused_and_changes_nothing(finished, tmp_path):
+  """Also before the first has a checkpoint."""
+  (config, workdir), corpus = finished, load_corpus(finished[0])
+  workdir_lib.claim(str(tmp_path), config, corpus.tokenizer, corpus)
+  before = (tmp_path / "run.json").read_bytes()
+  for place, second in ((workdir, config), (tmp_path, change(config, model=dict(num_steps=3)))):
+    with lock(str(place), "here"):
+      line = told(lambda: train(second, str(place)))
+    assert "another process trains there; wait for it, or stop it" in line
+  assert (tmp_path / "run.json").read_bytes() == before
 
 
 def test_a_run_goes_on_where_weights_and_biases_is_lost(tmp_path, capfd):

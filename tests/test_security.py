@@ -180,7 +180,7 @@ def test_a_run_copies_no_text_to_another_bucket(tmp_path):
     give_run(tmp_path, data={"cache_dir": cache})
     assert Run.open(str(tmp_path)).started.data.cache_dir == DataConfig().cache_dir
   own = Config(data=DataConfig(cache_dir="memory://bucket/cache"))
-  record = {"config": config_lib.to_dict(own), "tokenizer_hash": "", "corpus": "", "source": None}
+  record = {"config": config_lib.to_dict(own), "tokenizer_hash": "", "corpus": "", "source": None, "hash": "0"}
   files.write("memory://bucket/run/run.json", json.dumps(record).encode())
   assert Run.open("memory://bucket/run").started.data.cache_dir == "memory://bucket/cache"
 

@@ -247,11 +247,6 @@ def _make_order(count: int, seed: int) -> Callable[[int], int]:
   return choose
 
 
-def count_eval_batches(split: Split, seq_len: int, batch_size: int) -> int:
-  """Counts the batches of `eval_batches` without `max_batches`."""
-  return -(-len(Rows(split, seq_len)) // batch_size)
-
-
 def eval_batches(
   split: Split,
   *,
@@ -271,7 +266,8 @@ def eval_batches(
     that fill the last batch. The result of `find_documents` is meaningless in the padding. All batches have this shape.
   """
   rows = np.arange(batch_size) if rows is None else rows
-  places, total = Rows(split, seq_len), count_eval_batches(split, seq_len, batch_size)
+  places = Rows(split, seq_len)
+  total = -(-len(places) // batch_size)
   wanted = total if max_batches is None else min(total, max_batches)
   for number in ((2 * place + 1) * total // (2 * wanted) if split.joined else place for place in range(wanted)):
     numbers = [number * batch_size + int(row) if row < batch_size else len(places) for row in rows]

@@ -170,10 +170,12 @@ class DiffEqLM(TemplateLM):
     """Takes lm_eval's cache of answers (--use_cache), which does not know of what model an answer is.
 
     Raises:
-      UserError: its answers are of another model, checkpoint or setting.
+      UserError: its answers are of another model, checkpoint or setting, or of one of several processes.
     """
     super().set_cache_hook(cache_hook)
     if (kept := cache_hook.dbdict) is not None:
+      if jax.process_count() > 1:  # which must ask for the same, and keep other answers when they are killed
+        raise UserError("--use_cache: is for one process; leave it out")
       info = {key: value for key, value in self.get_model_info().items() if key not in _NOT_OF_ANSWERS}
       ours = {**info, "run": self._hash, "seed": self._seed}
       if (theirs := kept.setdefault("diffeq_nnx", ours)) != ours:

@@ -6,7 +6,6 @@ import dataclasses
 import jax
 
 from diffeq_nnx import config as config_lib
-from diffeq_nnx import files
 from diffeq_nnx.config import KEYS_OF_TOKENIZER, Config, ModelConfig
 from diffeq_nnx.data.preparation.preparing import choose_seed
 from diffeq_nnx.depth.discretization import discretized_config
@@ -85,7 +84,7 @@ def finetune(
       params = {**params, "positions": params["positions"][: model.seq_len]}
     del run  # which would keep its parameters in memory
     before = Evaluator(config, corpus, mesh)(params)
-    distributed.on_main_process(files.make_folder, workdir)
+    distributed.on_main_process(workdir_lib.clear, workdir, tokenizer)
     with Reporter(workdir, -1, config.train.steps) as report:
       report.validation(0, before)
     Run.create(config, workdir, tokenizer, corpus, place_state(config, params, mesh), before["loss"], identity)

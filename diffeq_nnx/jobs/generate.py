@@ -70,7 +70,7 @@ def generate(
     prompt = [prompt_files.write_prompt(one, template) for one in given]
     prompt_ids = encode_prompts(tokenizer, prompt, chat)
   decoder, draft = _make_decoders(run, num_steps, draft_steps)
-  identity = {"workdir": workdir, "step": run.step, "depth_order": list(run.config.model.depth_order)}
+  identity = {"run": run.hash, "step": run.step, "depth_order": list(run.config.model.depth_order)}
   identity |= {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": None, **options}
   identity.pop("rows", None)  # on which no text depends
   identity |= {"chat": tokenizer.chat_template} if chat else {}

@@ -182,7 +182,7 @@ class Checkpoints:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
       return  # it is damaged, as restoring it finds
     whole = isinstance(theirs, dict) and theirs.keys() == self._run.keys()
-    if whole and known in (None, _sum_json(theirs)):  # None: saved by a version without this sum
+    if whole and known == _sum_json(theirs):
       check_config(self._workdir, theirs, self._config, self._run["tokenizer_hash"])
 
   def save_frozen(self, frozen: dict[str, Any]) -> None:

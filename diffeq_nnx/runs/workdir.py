@@ -7,7 +7,6 @@ model, tokenizer or text is rejected. A run that was imported without text takes
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -103,7 +102,7 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
   claimed = bool(known) and (corpus is None or config_lib.from_dict(known["config"]).data.source != NO_TEXT)
   if known and not claimed:
     require(workdir, config, corpus)
-    source, identifier = known.get("source"), run_hash(workdir)
+    source, identifier = known.get("source"), known["hash"]
   with writing(f"workdir={workdir}", "; choose another directory", UserError):
     files.make_folder(workdir)
     if claimed:
@@ -133,8 +132,9 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
   """Clears a directory for a run that is about to be written: only its tokenizer stays, and no unfinished run.
 
   Raises:
-    UserError: the directory can't be written, or holds checkpoints of something else.
+    UserError: the directory can't be written, or holds a run or checkpoints of something else.
   """
+  require_none(workdir)
   mark = os.path.join(workdir, STARTING)
   folders = [os.path.join(workdir, name) for name in (CHECKPOINT_FOLDER, FROZEN_FOLDER)]
   if not files.exists(mark) and any(map(files.exists, folders)):
@@ -151,15 +151,15 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
 
 def set_depth_order(workdir: str, order: Sequence[int]) -> None:
   """Saves an order of a run's steps as its model.depth_order; the run's hash stays. Raises UserError if it can't."""
-  known, identifier = _read_run(workdir), run_hash(workdir)
+  known = _read_run(workdir)
   known["config"]["model"]["depth_order"] = list(order)
   with writing(f"workdir={workdir}", "; make it writable", UserError):
-    files.write(os.path.join(workdir, RUN_FILE), json.dumps({**known, "hash": identifier}, indent=2).encode())
+    files.write(os.path.join(workdir, RUN_FILE), json.dumps(known, indent=2).encode())
 
 
 def run_hash(workdir: str) -> str:
   """What identifies a run wherever its directory is, in hex; it stays when an imported run gets its text."""
-  return _read(workdir).get("hash") or hashlib.sha256(files.read(os.path.join(workdir, RUN_FILE))).hexdigest()
+  return _read_run(workdir)["hash"]
 
 
 def check_source(workdir: str, from_workdir: str) -> None:
@@ -278,7 +278,7 @@ def _read(workdir: str) -> dict[str, Any]:
   path = os.path.join(workdir, RUN_FILE)
   try:
     known = files.read_json(path)
-    hashes = (known["tokenizer_hash"], known["corpus"], known.get("hash", ""))
+    hashes = (known["tokenizer_hash"], known["corpus"], known["hash"])
     if not (isinstance(known["config"], dict) and all(type(one) is str for one in hashes)):
       raise ValueError
     return known

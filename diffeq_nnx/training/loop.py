@@ -17,7 +17,7 @@ from diffeq_nnx.config import CHECKPOINT_FOLDER, Config
 from diffeq_nnx.data import Corpus
 from diffeq_nnx.data.preparation.directory import lock
 from diffeq_nnx.depth.trained import count_steps_before_drawing, draw_num_steps, list_computed, say_untrained
-from diffeq_nnx.errors import Diverged, UserError
+from diffeq_nnx.errors import Diverged, RunError, UserError
 from diffeq_nnx.model.ready import ReadyModel, make_ready
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
@@ -55,10 +55,12 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     with distributed.sync_errors():
       _check_lossless(config, corpus, workdir)
     of_teacher = find_teacher(config, corpus.tokenizer, mesh)
-    workdir_lib.claim(workdir, config, corpus.tokenizer, corpus)
     with distributed.sync_errors():
-      if distributed.is_main_process() and not files.is_url(workdir):  # two would remove each other's checkpoints
+      if distributed.is_main_process() and not files.is_url(workdir):  # two would remove each other's files
+        with workdir_lib.writing(f"workdir={workdir}", "; choose another directory", UserError):
+          files.make_folder(workdir)
         stack.enter_context(lock(files.absolute(workdir), f"workdir={workdir}", what="trains there"))
+    workdir_lib.claim(workdir, config, corpus.tokenizer, corpus)
     with goodput.spending("starting"):
       teacher = origin = None
       if of_teacher is not None:
@@ -98,6 +100,11 @@ def train(config: Config, workdir: str) -> dict[str, float]:
         return values
     except Diverged as error:
       raise Diverged(f"{error}; {_way_back(checkpoints, workdir, error.step)}", error.step) from None
+    except (RunError, UserError, jax.errors.JaxRuntimeError):
+      if jax.process_count() == 1:  # several processes write a checkpoint together, and only one may have the error
+        with contextlib.suppress(Exception):  # the first error is told
+          checkpoints.close()  # waits for the checkpoint that is being written
+      raise
 
 
 def batch_iterator(
@@ -276,9 +283,8 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
         try:
           found = run_validation(step + 1)
         except (jax.errors.JaxRuntimeError, UserError):  # such as a lack of memory, or of text that counts
-          if save and jax.process_count() == 1:  # several processes save together, and only one may have the error
+          if save and jax.process_count() == 1:  # as in `train`
             run.save(state, None, validate=True)
-            run.checkpoints.close()
           raise
         values, preempted = found or values, not found
       if save or preempted:

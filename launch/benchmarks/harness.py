@@ -50,7 +50,7 @@ def evaluate(lm: Any, task: str, manager: TaskManager, arguments: Any) -> dict[s
     return found
 
   lm.loglikelihood = timed
-  few, limit = arguments.num_fewshot or None, arguments.limit or None
+  few, limit = arguments.num_fewshot, arguments.limit or None
   found = simple_evaluate(lm, tasks=[task], num_fewshot=few, limit=limit, task_manager=manager, bootstrap_iters=100)
   lm.loglikelihood = compute
   samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from diffeq_nnx import files
 from diffeq_nnx.analysis.pages import palette
 from diffeq_nnx.analysis.pages.charts import Chart, ColoredText, Line, Panel, visible
 
@@ -24,12 +23,12 @@ COLUMNS = 100  # characters in a row of a text
 
 
 def draw(item: Chart | ColoredText, path: str) -> None:
-  """Writes a chart or a text as a PNG file atomically; leaves Matplotlib's settings and figures as they are."""
+  """Writes a chart or a text as a PNG file; leaves Matplotlib's settings and figures as they are."""
   styled = style.context(["seaborn-v0_8-whitegrid", STYLE], after_reset=True)
   silent = warnings.catch_warnings(action="ignore")  # of glyphs that the font lacks: they become boxes
-  with styled, silent, files.replacing(path) as part:
+  with styled, silent:
     figure = _text_figure(item) if isinstance(item, ColoredText) else _chart_figure(item.thin())
-    figure.savefig(part, format="png", dpi=DPI)
+    figure.savefig(path, format="png", dpi=DPI)
 
 
 def _chart_figure(chart: Chart) -> Figure:

@@ -148,7 +148,7 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
   """
   label, directory = f"workdir={directory}", files.absolute(directory)
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
-  place = files.make_place_to_build(directory, recipe.config.cache_dir)
+  place = files.make_place_to_build(directory, recipe.config.cache_dir, work)
   with lock(place, label, wait):
     manifest = open_complete([directory] if place == directory else [directory, place], recipe.record, label)
     if manifest is None:
@@ -159,6 +159,8 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
       finish(place, unfinished, manifest)
     files.publish(place, directory, shards.MANIFEST, is_ours)
+  if place != directory:
+    files.remove(place)  # on NFS a folder with an open file, as that of the lock, can't be
   return manifest
 
 

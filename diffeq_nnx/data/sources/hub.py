@@ -6,8 +6,8 @@ are read by `parquet`.
 
 from collections.abc import Iterator, Mapping, Sequence
 import functools
+import glob
 import os
-import pathlib
 import posixpath
 from typing import Any
 
@@ -60,8 +60,8 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
   name, *fields = rest.split(":")
   path, revision = absolute(name), None
   if os.path.isdir(path):
-    found = sorted(one for one in pathlib.Path(path).rglob("*") if one.is_file())
-    state = [[str(one), one.stat().st_size, one.stat().st_mtime_ns] for one in found]
+    every = glob.glob(os.path.join(glob.escape(path), "**"), recursive=True, include_hidden=True)  # follows links
+    state = [[one, os.stat(one).st_size, os.stat(one).st_mtime_ns] for one in sorted(filter(os.path.isfile, every))]
   elif name.startswith((".", "~", "/")):
     raise UserError(f"{prefix} there is no folder {path}; name a folder, or a data set on the hub as in hf:org/name")
   else:
