@@ -122,7 +122,7 @@ def induction(found: Findings) -> Chart:
   whose = [f"t = {t:.3g}, head {h}" for t in found.spectra.times for h in range(qk_SxH.shape[1])]
   rows, steps = np.nonzero(found.spectra.times[:, None] == found.times_S)
   measured = None
-  if found.prefix_matching is not None and 0 < len(rows) == len(set(rows)):  # weights that steps share have no one step
+  if found.prefix_matching is not None and 0 < len(rows) == len(set(rows)):  # shared weights are of no single step
     measured = np.full(qk_SxH.shape, np.nan)
     measured[rows] = found.prefix_matching[steps]
     measured = measured.reshape(-1)

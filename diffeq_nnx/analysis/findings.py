@@ -105,9 +105,8 @@ def find(
   if leading < 1:
     raise UserError(f"leading={leading}: must be 1 or above")
   times = None if times is None else sorted(set(times))
-  passed = analyzed.observe(
-    tokens_L[: position + 1], attention=True
-  )  # first, since it tells of weights without a number
+  # first, since it says where a state is not finite, and NumPy's eigenvalues do not
+  passed = analyzed.observe(tokens_L[: position + 1], attention=True)
   with show_progress("spectra", len(analyzed.times.times_U) if times is None else len(times)) as progress:
     found = spectra(analyzed, times, progress=progress)
   between = None

@@ -50,9 +50,9 @@ def start_from(config: Config, settings: Sequence[str]) -> Config:
 def derive_config(config: Config, model: ModelConfig, known: Config | None = None) -> Config:
   """Returns the config with a model of stored weights, and with other keys changed where they must fit the model.
 
-  Of `train.step_counts`, those stay for which a model with a `depth_order` has weights; its own number of steps takes
-  the place of larger ones. It says which keys about depth
-  are left out, unless they are those of `known`, the run that the new one is made from. Raises as `config.from_dict`.
+  Of `train.step_counts`, those stay for which a model with a `depth_order` has weights, and its own number of steps
+  takes the place of larger ones. It says which keys about depth are left out, unless they are those of `known`, the run
+  that the new one is made from. Raises as `config.from_dict`.
   """
   train = config.train
   counts = tuple(count for count in train.step_counts if model.depth_order and count <= model.num_steps)

@@ -168,13 +168,6 @@ def _describe(config: Config, mesh: Mesh, teacher: ReadyModel | None) -> str:
   train = dataclasses.replace(config.train, steps=1, log_every=1, teacher=None)
   model = config.model
   kernel = attention.choose(model.attention, dtype=jnp.dtype(model.dtype), head_dim=model.head_size)[0]
-  shapes = (
-    kernel,
-    model,
-    train,
-    config.optimizer.name,
-    packs_documents(config),
-    has_mask(config),
-    teacher and teacher.config,
-  )
-  return f"{devices}, {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+  step = (kernel, model, train, config.optimizer.name, teacher and teacher.config)
+  batch = (packs_documents(config), has_mask(config))
+  return f"{devices}, {hashlib.sha256(repr((step, batch)).encode()).hexdigest()[:12]}"

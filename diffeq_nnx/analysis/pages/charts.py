@@ -14,7 +14,7 @@ from diffeq_nnx.analysis.pages import palette
 
 MAX_POINTS = 4000  # drawn of one mark: a browser keeps an SVG element for each
 SIGNS: dict[int, int | str] = dict(zip(range(0x20), range(0x2400, 0x2420)))  # the "control pictures" of Unicode
-# others, those that change the direction of what follows among them
+# other control characters, marks that change the direction of what follows, and halves of characters
 HIDDEN = (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
 SIGNS |= dict.fromkeys(HIDDEN, "\N{REPLACEMENT CHARACTER}")
 SIGNS |= {**dict.fromkeys(map(ord, "\n\x85\u2028\u2029"), "⏎"), ord("\t"): "⇥"}
