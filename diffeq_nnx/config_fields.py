@@ -112,9 +112,10 @@ def _check(key: str, value: Any, field: dataclasses.Field) -> Any:
 def _check_choice(key: str, value: Any, field: dataclasses.Field) -> None:
   known = field.metadata["choices"]
   if value not in known and (value is not None or field.default is not None):
-    hint = nearest(str(value), known)
-    hint = hint if hint.startswith("did") else "or give the --config that registers it"
-    raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}; {hint}")
+    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    hint = "; or give the --config that registers it" if key in ("model.solver", "model.field") else ""
+    hint = f"; did you mean {close[0]!r}?" if close else hint
+    raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}{hint}")
 
 
 def freeze(cls: type[Section], nested: Any) -> Any:

@@ -59,6 +59,11 @@ def is_name(value: Any) -> bool:
   return isinstance(value, str) and os.path.basename(value) == value and value not in ("", os.curdir, os.pardir)
 
 
+def is_refused(error: BaseException) -> bool:
+  """Whether an error says that a file can't be read now, and not that it is missing."""
+  return isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError)
+
+
 def check_url(path: str) -> None:
   """Raises UserError for a URL through fsspec's `reference`: it names a file of templates, which can compute."""
   if any(link.partition("://")[0] == "reference" for link in path.split("::")):
@@ -268,12 +273,9 @@ def replacing_folder(path: str, last: str) -> Iterator[str]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def make_place_to_build(path: str, cache: str, work: Any) -> str:
-  """Makes a local folder to build what belongs at `path`, which is `path` itself unless that is in a bucket.
-
-  There each `work`, a JSON value that says what is built, has a folder of its own.
-  """
-  name = f"for_bucket_{hashlib.sha256(json.dumps([path, work], sort_keys=True).encode()).hexdigest()[:16]}"
+def make_place_to_build(path: str, cache: str) -> str:
+  """Makes a local folder to build what belongs at `path`, which is `path` itself unless that is in a bucket."""
+  name = f"for_bucket_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
   parent = absolute("~/.cache/diffeq_nnx" if is_url(cache) else cache)
   place = os.path.join(parent, name) if is_url(path) else path
   make_folder(place)

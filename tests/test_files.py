@@ -40,11 +40,6 @@ def test_a_folder_that_is_a_link_or_a_mount_is_filled_where_it_leads(tmp_path, m
   assert sorted(os.listdir(tmp_path)) == ["link", "real"]
 
 
-def test_what_is_built_for_a_bucket_has_a_folder_of_its_own(tmp_path):
-  places = {files.make_place_to_build(path, str(tmp_path), work) for path in ("gs://a", "gs://b") for work in (1, [2])}
-  assert sorted(places) == sorted(map(str, tmp_path.iterdir())) and len(places) == 4
-
-
 def test_a_url_is_a_name_and_no_pattern():
   fs = fsspec.filesystem("memory")
   fs.pipe({"/run1/x": b"", "/run[1]/x": b""})

@@ -99,7 +99,7 @@ def test_a_png_is_written_without_a_warning_or_a_trace(name, tmp_path):
 
 
 def test_boxes_of_tokens_hold_all_text_and_do_not_overlap():
-  pieces = ["long" * 100, *HOSTILE, *[" word"] * 50, "\n"]
+  pieces = ["long" * 100, "漢" * 120, *HOSTILE, *[" word"] * 50, "\n"]
   boxes = png.text_boxes(make_text(pieces))
   for token, piece in enumerate(pieces):
     assert "".join(box[3] for box in boxes if box[0] == token) == charts.visible(piece)

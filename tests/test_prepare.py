@@ -221,6 +221,17 @@ def test_a_manifest_that_can_not_be_read_now_stays(text, prepared, tmp_path, mon
   assert digest(out) == digest(prepared)
 
 
+def test_what_another_recipe_left_for_a_bucket_is_not_published(text, tmp_path, monkeypatch):
+  config = dataclasses.replace(config_of(text), cache_dir=str(tmp_path / "cache"))
+  with monkeypatch.context() as patch, pytest.raises(OSError):
+    patch.setattr(shards.files, "_copy_folder", lambda *_: os.close(-1))
+    prepare("memory://shards", config)
+  assert len(os.listdir(tmp_path / "cache")) == 1
+  prepare("memory://shards", dataclasses.replace(config, validation_fraction=0.4))
+  assert shards.files.read_json("memory://shards/manifest.json")["recipe"]["validation_fraction"] == 0.4
+  assert os.listdir(tmp_path / "cache") == []
+
+
 def test_a_repository_and_notes_beside_shards_stay(text, prepared, tmp_path):
   for name in (".git", ".gitattributes"):
     (tmp_path / name).mkdir()

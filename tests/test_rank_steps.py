@@ -155,7 +155,7 @@ def test_the_job_writes_an_order_and_an_interrupted_one_goes_on(begun, ranked, t
   by_influence = rank(config, path, by="influence", num_steps=None)
   assert by_influence["left_out"] == [] and by_influence["influences"] == influences.tolist()
   assert list(by_influence["depth_order"]) == np.argsort(-influences).tolist()
-  assert "steps.json, which has another by" in capsys.readouterr().err  # it is replaced
+  assert "steps.json, which differs in: by" in capsys.readouterr().err  # it is replaced
   rows = change(config, data=dict(rows="padded"))
   assert rank(rows, path, by="influence", num_steps=None)["influences"] != influences.tolist()  # of other rows
 

@@ -20,15 +20,16 @@ import diffeq_nnx
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.data.preparation.directory import lock
-from diffeq_nnx.errors import UserError
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.runs import workdir as workdir_lib
+from diffeq_nnx.runs.checkpoint import Checkpoints
 from diffeq_nnx.runs.run import Run, portable
 from diffeq_nnx.training import goodput
 from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import load_corpus, train
 from diffeq_nnx.training.optimizer import schedule
 from diffeq_nnx.training.report import Reporter, read_metrics
-from tests.conftest import change, told
+from tests.conftest import change, run_config, told, write_documents
 from tests.test_resume import kept, run  # noqa: F401
 
 WANDB = "rivers" if importlib.util.find_spec("wandb") else None
@@ -248,6 +249,15 @@ def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_pa
   corpus = load_corpus(config)
   workdir_lib.claim(str(tmp_path), config, corpus.tokenizer, corpus)
   assert workdir_lib.config_of(str(tmp_path)).model.lora.rank == 0
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+  write_documents(tmp_path)
+  closed, close = [], Checkpoints.close
+  monkeypatch.setattr(Checkpoints, "close", lambda self: closed.append(self) or close(self))
+  monkeypatch.setattr(Reporter, "train", lambda *_, **__: os.close(-1))  # at step 5, after a checkpoint
+  assert "can't be written" in told(lambda: train(run_config(tmp_path, steps=6), str(tmp_path / "run")), RunError)
+  assert closed
 
 
 def test_a_second_training_in_one_directory_is_refused_and_changes_nothing(finished, tmp_path):

@@ -174,7 +174,7 @@ class DiffEqLM(TemplateLM):
     """
     super().set_cache_hook(cache_hook)
     if (kept := cache_hook.dbdict) is not None:
-      if jax.process_count() > 1:  # which must ask for the same, and keep other answers when they are killed
+      if jax.process_count() > 1:  # which send the same requests, and after a kill their caches may differ
         raise UserError("--use_cache: is for one process; leave it out")
       info = {key: value for key, value in self.get_model_info().items() if key not in _NOT_OF_ANSWERS}
       ours = {**info, "run": self._hash, "seed": self._seed}

@@ -56,8 +56,8 @@ def derive_config(config: Config, model: ModelConfig, known: Config | None = Non
   """
   train = config.train
   counts = tuple(count for count in train.step_counts if model.depth_order and count <= model.num_steps)
-  if counts and counts != train.step_counts:
-    counts = tuple(sorted({*counts, model.num_steps}))  # else the model's own depth may be trained at no step
+  if counts and counts != train.step_counts and model.num_steps not in counts:
+    counts = (*counts, model.num_steps)  # else the model's own depth may be trained at no step
   validated = config.eval.num_steps if model.depth_order and (config.eval.num_steps or 0) <= model.num_steps else None
   made = dataclasses.replace(
     config,

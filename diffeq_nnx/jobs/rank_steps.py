@@ -67,7 +67,7 @@ def rank_steps(
     known = workdir_lib.read_notes(path)
     if others := [name for name, value in key.items() if known.get(name) != value]:
       if known:
-        say(f"replacing the ranking in {path}, which has another {', '.join(others)}")
+        say(f"replacing the ranking in {path}, which differs in: {', '.join(others)}")
       loss, influences = ranker.measure_whole()
       known = {**key, "loss": loss, "influences": influences.tolist(), "left_out": []}
       files.write_json(path, known)

@@ -277,8 +277,7 @@ class Checkpoints:
 
 def _describe(error: Exception) -> str:
   """A problem of restoring in a line, which begins with _UNDAMAGED where the checkpoint need not be at fault."""
-  refused = isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError)
-  passes = refused or isinstance(error, MemoryError) or any(status in str(error) for status in _PASSING)
+  passes = files.is_refused(error) or isinstance(error, MemoryError) or any(status in str(error) for status in _PASSING)
   return f"{_UNDAMAGED if passes else ''}{type(error).__name__}: {first_line(error, 200)}"
 
 

@@ -17,7 +17,7 @@ from diffeq_nnx.config import CHECKPOINT_FOLDER, Config
 from diffeq_nnx.data import Corpus
 from diffeq_nnx.data.preparation.directory import lock
 from diffeq_nnx.depth.trained import count_steps_before_drawing, draw_num_steps, list_computed, say_untrained
-from diffeq_nnx.errors import Diverged, RunError, UserError
+from diffeq_nnx.errors import Diverged, UserError
 from diffeq_nnx.model.ready import ReadyModel, make_ready
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
@@ -59,7 +59,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       if distributed.is_main_process() and not files.is_url(workdir):  # two would remove each other's files
         with workdir_lib.writing(f"workdir={workdir}", "; choose another directory", UserError):
           files.make_folder(workdir)
-        stack.enter_context(lock(files.absolute(workdir), f"workdir={workdir}", what="trains there"))
+          stack.enter_context(lock(files.absolute(workdir), f"workdir={workdir}", what="trains there"))
     workdir_lib.claim(workdir, config, corpus.tokenizer, corpus)
     with goodput.spending("starting"):
       teacher = origin = None
@@ -100,7 +100,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
         return values
     except Diverged as error:
       raise Diverged(f"{error}; {_way_back(checkpoints, workdir, error.step)}", error.step) from None
-    except (RunError, UserError, jax.errors.JaxRuntimeError):
+    except Exception:
       if jax.process_count() == 1:  # several processes write a checkpoint together, and only one may have the error
         with contextlib.suppress(Exception):  # the first error is told
           checkpoints.close()  # waits for the checkpoint that is being written

@@ -102,8 +102,9 @@ def text_boxes(text: ColoredText) -> list[tuple[int, int, int, str]]:
   boxes, row, column = [], 0, 0
   for index, piece in enumerate(text.pieces):
     shown = visible(piece) or " "
-    for start in range(0, len(shown), COLUMNS):
-      part = shown[start : start + COLUMNS]
+    most = COLUMNS if count_columns(shown) == len(shown) else COLUMNS // 2
+    for start in range(0, len(shown), most):
+      part = shown[start : start + most]
       if column + count_columns(part) > COLUMNS:
         row, column = row + 1, 0
       boxes.append((index, row, column, part))

@@ -79,8 +79,11 @@ def _open_complete(directory: str, recipe: dict[str, Any], label: str, begun: bo
     if manifest is not None and manifest["recipe"] == recipe:
       _check_files(directory, manifest, label)
   except UserError as error:
-    if _is_unreadable(error):
-      raise
+    cause: BaseException | None = error
+    while cause is not None:
+      if files.is_refused(cause):
+        raise
+      cause = cause.__cause__
     problem = error  # of another version, or damaged
   if manifest is not None:
     _check_same(recipe, manifest["recipe"], label)
@@ -98,14 +101,6 @@ def _open_complete(directory: str, recipe: dict[str, Any], label: str, begun: bo
     files.remove(os.path.join(directory, shards.MANIFEST))
   remove_unfinished(directory)
   return manifest if problem is None else None
-
-
-def _is_unreadable(error: BaseException | None) -> bool:
-  """Whether an error says that a file can't be read now, which need not be so later."""
-  missing = (FileNotFoundError, NotADirectoryError)
-  return error is not None and (
-    isinstance(error, OSError) and not isinstance(error, missing) or _is_unreadable(error.__cause__)
-  )
 
 
 def _check_same(ours: dict[str, Any], theirs: dict[str, Any], label: str) -> None:

@@ -5,8 +5,10 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import random
+import shutil
 from typing import Any
 
 from absl import logging
@@ -148,8 +150,11 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
   """
   label, directory = f"workdir={directory}", files.absolute(directory)
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
-  place = files.make_place_to_build(directory, recipe.config.cache_dir, work)
-  with lock(place, label, wait):
+  place = locked = files.make_place_to_build(directory, recipe.config.cache_dir)
+  with lock(locked, label, wait):
+    if locked != directory:  # what another recipe left there must not be published
+      place = os.path.join(locked, hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:16])
+      files.make_folder(place)
     manifest = open_complete([directory] if place == directory else [directory, place], recipe.record, label)
     if manifest is None:
       unfinished = claim(place, work, label)
@@ -159,8 +164,10 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
       finish(place, unfinished, manifest)
     files.publish(place, directory, shards.MANIFEST, is_ours)
-  if place != directory:
-    files.remove(place)  # on NFS a folder with an open file, as that of the lock, can't be
+    for name in {*os.listdir(locked)} - {files.LOCK} if locked != directory else ():
+      files.remove(os.path.join(locked, name))
+  if locked != directory:
+    shutil.rmtree(locked, ignore_errors=True)  # NFS keeps it while another process waits for its lock
   return manifest
 
 

@@ -6,7 +6,6 @@ are read by `parquet`.
 
 from collections.abc import Iterator, Mapping, Sequence
 import functools
-import glob
 import os
 import posixpath
 from typing import Any
@@ -42,6 +41,19 @@ def _read_shard(
     raise UserError(f"{problem}; {remedy}, which read records of different keys and types") from error
 
 
+def _list_files(folder: str) -> list[str]:
+  """The files in a folder and in those that it links to, each folder once."""
+  found, seen = [], set()
+  for top, folders, names in os.walk(folder, followlinks=True):
+    folders.sort()
+    if (real := os.path.realpath(top)) in seen:  # a link back
+      folders.clear()
+      continue
+    seen.add(real)
+    found += [os.path.join(top, name) for name in names if os.path.isfile(os.path.join(top, name))]
+  return sorted(found)
+
+
 def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], list]:
   """Finds a data set in a local folder, or else on the hub; see `sources.RESOLVERS`.
 
@@ -60,8 +72,7 @@ def resolve(rest: str, prefix: str, options: Options) -> tuple[Sequence[Part], l
   name, *fields = rest.split(":")
   path, revision = absolute(name), None
   if os.path.isdir(path):
-    every = glob.glob(os.path.join(glob.escape(path), "**"), recursive=True, include_hidden=True)  # follows links
-    state = [[one, os.stat(one).st_size, os.stat(one).st_mtime_ns] for one in sorted(filter(os.path.isfile, every))]
+    state = [[one, os.stat(one).st_size, os.stat(one).st_mtime_ns] for one in _list_files(path)]
   elif name.startswith((".", "~", "/")):
     raise UserError(f"{prefix} there is no folder {path}; name a folder, or a data set on the hub as in hf:org/name")
   else:
