@@ -50,9 +50,12 @@ KERNELS = ["tpu", "gpu", "gpu_deterministic"]  # the GPU's backward in one pass,
 ON_GPU = jax.default_backend() == "gpu"
 # What other features and shapes say of the same code: a TPU's lanes are padded to 128 for heads of 96 as for those of
 # 80, and heads wider than 128 take two passes always. Of two passes the interpreter runs each way to mask a block once.
+# Cut to what it runs, `odd_length` is a plain shape.
 SAID_BY_OTHERS = {"tpu": {"head_96"}, "gpu": set(), "gpu_deterministic": {"gemma_head_256"}}
 if not ON_GPU:
+  SAID_BY_OTHERS["gpu"] = {"odd_length"}
   SAID_BY_OTHERS["gpu_deterministic"] |= {
+    "odd_length",
     "whole_blocks_in_a_window_of_one",
     "head_64_alone_not_causal",
     "grouped_by_three_in_a_window",
