@@ -17,6 +17,7 @@ from ml_collections import config_dict
 
 from diffeq_nnx import config_fields
 from diffeq_nnx.config_fields import Section, check_divides, number, one_of
+from diffeq_nnx.config_fields import find_near as find_near
 from diffeq_nnx.config_fields import nearest as nearest
 from diffeq_nnx.config_model import LoraConfig as LoraConfig
 from diffeq_nnx.config_model import ModelConfig as ModelConfig

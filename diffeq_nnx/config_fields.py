@@ -112,10 +112,9 @@ def _check(key: str, value: Any, field: dataclasses.Field) -> Any:
 def _check_choice(key: str, value: Any, field: dataclasses.Field) -> None:
   known = field.metadata["choices"]
   if value not in known and (value is not None or field.default is not None):
-    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
-    hint = "; or give the --config that registers it" if key in ("model.solver", "model.field") else ""
-    hint = f"; did you mean {close[0]!r}?" if close else hint
-    raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}{hint}")
+    otherwise = "or give the --config that registers it" if key in ("model.solver", "model.field") else ""
+    hint = find_near(str(value), known) or otherwise
+    raise UserError(f"{key}={value!r}: must be one of {', '.join(known)}{hint and f'; {hint}'}")
 
 
 def freeze(cls: type[Section], nested: Any) -> Any:
@@ -171,12 +170,17 @@ def plain_type(annotation: Any) -> type:
   return typing.get_origin(annotation) or annotation
 
 
+def find_near(name: str, names: Iterable[str]) -> str:
+  """Asks whether the name most like `name` was meant; "" if none is like it."""
+  close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+  return f"did you mean {close[0]!r}?" if close else ""
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
   """Says what to write instead of `name`, as the end of an error line."""
   if not (names := list(names)):
     return "there are none"
-  close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-  return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
+  return find_near(name, names) or f"choose one of {', '.join(names)}"
 
 
 def parse(kind: type, text: str) -> Any:

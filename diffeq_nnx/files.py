@@ -171,6 +171,11 @@ def parse_json(content: bytes, path: str, label: str | None = None) -> Any:
     raise UserError(f"{label}: {problem}" if label else problem) from error
 
 
+def hash_json(value: Any) -> str:
+  """Returns the SHA-256 of a value of JSON's types, in hex; the order of keys does not count."""
+  return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def make_folder(path: str) -> None:
   """Makes a folder and those above it, which a bucket does not need."""
   if not is_url(path):
@@ -283,11 +288,11 @@ def make_place_to_build(path: str, cache: str) -> str:
 
 
 def publish(place: str, path: str, last: str, replaces: Callable[[str], bool]) -> None:
-  """Copies what was built to its bucket if the file named `last` is there.
+  """Copies what was built in a local folder to its bucket if the file named `last` is there.
 
   Other files of the bucket whose names `replaces` holds for are removed.
   """
-  if place != path and exists(os.path.join(place, last)):
+  if exists(os.path.join(place, last)):
     _copy_folder(place, path, last, replaces)
 
 

@@ -107,9 +107,8 @@ def test_keys_in_prose_exist():
 
 
 def test_the_keys_that_may_change_are_those_of_the_page():
-  said = (
-    "\n".join(prose("docs/reference/work_directory.md")).partition("must stay, but for")[2].partition(" Of shards")[0]
-  )
+  page = "\n".join(prose("docs/reference/work_directory.md"))
+  said = page.partition("must stay, but for")[2].partition(" Of shards")[0]
   free = {*re.findall(r"`([\w.]+)`", said), *(f"data.{key}" for key in config_lib.KEYS_OF_TOKENIZER)}
   keys = {key for key in config_lib.key_types() if key.startswith(("model.", "data."))}
   assert workdir_lib.identity(config_lib.Config()).keys() == keys - free | {"seed", "optimizer.name"}

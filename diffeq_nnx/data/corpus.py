@@ -195,7 +195,7 @@ def _open_directory(directory: str, key: str) -> shards.Directory:
 def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   """Loads the corpus of text from the cache, or prepares it."""
   recipe = preparation.make_recipe(config, vocab_size, seed)
-  key = hashlib.sha256(json.dumps(recipe.record, sort_keys=True).encode()).hexdigest()
+  key = files.hash_json(recipe.record)
   folder = os.path.join(files.absolute(config.cache_dir), key)
 
   def open_entry(prepared_before: bool) -> Corpus:

@@ -12,7 +12,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 import yaml
 
-from diffeq_nnx.config import nearest
+from diffeq_nnx.config import find_near, nearest
 from diffeq_nnx.errors import UserError, first_line
 
 GROUPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "groups")  # task files; lm_eval's --include_path
@@ -84,9 +84,8 @@ def match(names: Sequence[str], tasks: TaskManager) -> list[str]:
         "tasks of harness.include_path"
       )
     if not matches:
-      advice = nearest(name, known)
-      if not advice.startswith("did you mean") and len(known) >= 20:
-        advice = "python -m diffeq_nnx.harness ls tasks shows all"
+      shown = "python -m diffeq_nnx.harness ls tasks shows all" if len(known) >= 20 else nearest(name, known)
+      advice = find_near(name, known) or shown
       raise UserError(f"harness.tasks={name!r}: there is no such task; {advice}")
     found += matches
   return list(dict.fromkeys(found))

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import fcntl
 import glob
-import hashlib
-import json
 import multiprocessing
 import os
 import re
@@ -131,7 +129,7 @@ def _check_files(directory: str, manifest: dict[str, Any], label: str) -> None:
 def claim(directory: str, work: Any, label: str) -> str:
   """Returns the folder for unfinished work, which holds only what earlier runs of the same work finished."""
   unfinished = os.path.join(directory, UNFINISHED)
-  folder = os.path.join(unfinished, hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest())
+  folder = os.path.join(unfinished, files.hash_json(work))
   if os.path.exists(unfinished) and os.listdir(unfinished) != [os.path.basename(folder)]:
     logging.warning("%s: its unfinished work is of another recipe, version or other files; starting anew", label)
     remove_unfinished(directory)

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import json
 import os
 import random
 import shutil
@@ -150,12 +149,13 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
   """
   label, directory = f"workdir={directory}", files.absolute(directory)
   work = [shards.VERSION, recipe.record, TASK_BYTES, SHARD_BYTES]
-  place = locked = files.make_place_to_build(directory, recipe.config.cache_dir)
+  locked = files.make_place_to_build(directory, recipe.config.cache_dir)
+  in_bucket = locked != directory
+  # what another recipe left for the same bucket must not be published
+  place = os.path.join(locked, files.hash_json(work)[:16]) if in_bucket else directory
   with lock(locked, label, wait):
-    if locked != directory:  # what another recipe left there must not be published
-      place = os.path.join(locked, hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:16])
-      files.make_folder(place)
-    manifest = open_complete([directory] if place == directory else [directory, place], recipe.record, label)
+    files.make_folder(place)
+    manifest = open_complete([directory, place] if in_bucket else [directory], recipe.record, label)
     if manifest is None:
       unfinished = claim(place, work, label)
       manifest = _write_shards(place, unfinished, recipe)
@@ -163,10 +163,11 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
         remove_unfinished(place)  # which is of neither state of the files
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
       finish(place, unfinished, manifest)
-    files.publish(place, directory, shards.MANIFEST, is_ours)
-    for name in {*os.listdir(locked)} - {files.LOCK} if locked != directory else ():
-      files.remove(os.path.join(locked, name))
-  if locked != directory:
+    if in_bucket:
+      files.publish(place, directory, shards.MANIFEST, is_ours)
+      for name in {*os.listdir(locked)} - {files.LOCK}:
+        files.remove(os.path.join(locked, name))
+  if in_bucket:
     shutil.rmtree(locked, ignore_errors=True)  # NFS keeps it while another process waits for its lock
   return manifest
 
