@@ -60,9 +60,8 @@ class Process:
 
   @property
   def out(self) -> str:
-    """What it has written on stdout so far, without the lines of the CPU's network."""
-    lines = self._out.read_text(errors="replace").splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith("[Gloo]"))
+    """What it has written on stdout so far."""
+    return self._out.read_text(errors="replace")
 
   @property
   def errors(self) -> list[str]:

@@ -96,6 +96,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
   if not jax.config.values["jax_enable_preemption_service"]:
     raise UserError("JAX_ENABLE_PREEMPTION_SERVICE=0: joined processes ask that service for SIGTERM; unset it")
   _joined = True
+  _keep_stdout_for_results()
   _explain_a_sudden_end()
 
 
@@ -124,6 +125,13 @@ def _check_given(coordinator: str | None, num_processes: int | None, process_id:
     raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
   if not coordinator.rpartition(":")[2].isdigit():
     raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
+
+
+def _keep_stdout_for_results() -> None:
+  """Sends to stderr what libraries write on descriptor 1, such as Gloo, which tells there of each connection of CPUs."""
+  results = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+  os.dup2(2, 1)
+  sys.stdout = results
 
 
 def _explain_a_sudden_end() -> None:
