@@ -48,7 +48,7 @@ class LoraConfig(Section, prefix="model.lora."):
       re.compile(self.targets)
     except re.error as error:
       raise UserError(f"model.lora.targets={self.targets!r}: is no regular expression ({error})") from error
-    for key in ("targets", "dropout", "embeddings") if not self.rank else ():
+    for key in ("alpha", "targets", "dropout", "embeddings") if not self.rank else ():
       if getattr(self, key) != getattr(LoraConfig, key):
         raise UserError(f"model.lora.{key}={getattr(self, key)}: is for adapters; set model.lora.rank, or leave it out")
 

@@ -27,11 +27,13 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.errors import RunError, UserError, first_line
 
 UPLOAD_SECONDS = 60.0  # how often `Growing` copies to a bucket
 TRANSFERS = 16  # at the same time
 LOCK = ".lock"  # in a local folder, the file that is locked while a process works there
+
+_OF_PLACE = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError, FileNotFoundError)
 
 for _protocol in ("gcs", "s3", "abfs", "hf"):  # also for orbax: a kept listing hides what other processes change
   fsspec.config.conf.setdefault(_protocol, {})["use_listings_cache"] = False
@@ -62,6 +64,25 @@ def is_name(value: Any) -> bool:
 def is_refused(error: BaseException) -> bool:
   """Whether an error says that a file can't be read now, and not that it is missing."""
   return isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError)
+
+
+@contextlib.contextmanager
+def writing(place: str, advice: str, begun: bool = False) -> Iterator[None]:
+  """A context of code that writes to a place, whose OSError becomes an error of one line.
+
+  Raises:
+    UserError: nothing can be written there, by its name or its permissions; the line ends with the advice.
+    RunError: any other cause, such as a full disk; or, with `begun`, any cause, and the line ends with the advice.
+  """
+  try:
+    yield
+  except OSError as error:
+    problem = f"{place}: can't be written ({error.strerror or error})"
+    if begun:
+      raise RunError(f"{problem}; {advice}") from error
+    if isinstance(error, _OF_PLACE) or error.errno in (errno.EROFS, errno.ENAMETOOLONG):
+      raise UserError(f"{problem}; {advice}") from error
+    raise RunError(f"{problem}; make room, and run the same command again") from error
 
 
 def check_url(path: str) -> None:

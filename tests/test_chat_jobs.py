@@ -94,6 +94,7 @@ def test_the_assistant_s_turn_follows_the_conversation_and_ends_where_the_templa
   assert "message 0 has no 'content'" in found[2]["error"] and "type str, not a list" in found[3]["error"]
   assert "whose key `prompt` is a text" in found[4]["error"]
   assert "with --chat" in told(lambda: prompt_files.parse_prompt(json.dumps(lines[0]).encode()))
+  assert "stop, which is not read" in told(lambda: prompt_files.parse_prompt(b'{"prompt": "a", "stop": "b"}'))
 
   whole = found[1]["text"]
   word = re.findall("[a-z]{2,}", whole)[-1]

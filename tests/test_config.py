@@ -101,6 +101,9 @@ def test_a_new_run_on_another_text_has_no_validation_of_the_run_s_and_with_other
   assert other == changed({"data__source": "jsonl:c", "data__records": "chat", "train__batch_size": 2})
   kept = ["data.source=jsonl:c", "data.validation=jsonl:b", "optimizer.schedule_steps=9"]
   assert deriving.start_from(run, kept) == change(run, data=dict(source="jsonl:c"))
+  adapted = {"model__lora__rank": 2, "model__lora__alpha": 3.0, "model__weights": "stored"}
+  padded = changed(adapted | {"data__rows": "padded", "data__too_long": "drop"})
+  assert deriving.start_from(padded, ["data.rows=packed", "model.lora.rank=0"]) == changed({"model__weights": "stored"})
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 import concurrent.futures
 import dataclasses
+import errno
 import itertools
 import json
 import os
 import random
 import shutil
+from unittest import mock
 
 import grain
 import numpy as np
@@ -14,8 +16,9 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, jobs
-from diffeq_nnx.data import batches, preparation, tokenizers
+from diffeq_nnx.data import batches, preparation, shards, tokenizers
 from diffeq_nnx.data.preparation import workers
+from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.training.loop import train
 from tests.conftest import change, told
 
@@ -110,6 +113,18 @@ def test_the_second_load_reads_the_cache_and_a_damaged_one_is_made_anew(tmp_path
     os.truncate(path, os.path.getsize(path) // 2)
     np.testing.assert_array_equal(train_tokens(data.load(config, 320, 0)), expected, damaged)
     assert list((tmp_path / "cache").iterdir()) == [directory], damaged
+  corpus, (path,) = data.load(config, 320, 0), directory.glob("train*")
+  path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])  # which its size does not tell
+  assert "run the same command again" in told(lambda: train_tokens(corpus), RunError)
+  np.testing.assert_array_equal(train_tokens(data.load(config, 320, 0)), expected)
+
+
+def test_a_full_disk_is_no_mistake_of_the_user_s(tmp_path, monkeypatch):
+  """The exit code decides whether a launcher starts the command again."""
+  config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", prose(30)))
+  for error, kind in ((errno.ENOSPC, RunError), (errno.EROFS, UserError), (errno.EACCES, UserError)):
+    monkeypatch.setattr(shards, "write_shard", mock.Mock(side_effect=OSError(error, os.strerror(error))))
+    assert f"cache: can't be written ({os.strerror(error)}); " in told(lambda: data.load(config, 320, 0), kind)
 
 
 def test_concurrent_loads_agree_on_one_cache(tmp_path):
@@ -216,7 +231,7 @@ def test_processes_share_out_a_batch_and_read_their_own_rows_only(kind):
 def test_evaluation_covers_every_target_once(num_tokens):
   split = split_of(num_tokens)
   batches = list(data.eval_batches(split, seq_len=5, batch_size=3))
-  assert len(batches) == -(-len(data.batches.Rows(split, 5)) // 3)
+  assert len(batches) == -(-len(data.Rows(split, 5, "validation")) // 3)
   targets = []
   for batch in batches:
     assert [batch[name].dtype for name in ("inputs", "targets", "mask")] == [np.int32, np.int32, np.float32]

@@ -114,10 +114,9 @@ def test_a_run_is_fine_tuned_at_another_depth_and_needs_its_source_no_more(tuned
   assert "was not started from" in told(lambda: jobs.run("finetune", config, new, from_workdir=other))
   half = change(config, model=dict(dtype="bfloat16"))
   assert "model.dtype is 'float32' there" in told(lambda: jobs.run("finetune", half, new, from_workdir=source))
-  marked = change(config, data=dict(begin_mark=True))
-  assert "data.begin_mark=True: is False" in told(
-    lambda: jobs.run("finetune", marked, str(tmp_path / "marked"), from_workdir=source)
-  )
+  for key, value, part in (("begin_mark", True, "=True: is False"), ("end_token", "a", "keeps its marks")):
+    marked = change(config, data={key: value})
+    assert part in told(lambda: jobs.run("finetune", marked, str(tmp_path / "marked"), from_workdir=source))
   uneven = {"from_workdir": source, "step_sizes": (0.5, 0.5, 1.0)}
   assert "step_sizes=(0.5, 0.5, 1.0): the run in" in told(lambda: jobs.run("finetune", config, new, **uneven))
   fixed = dict(schedule_steps=4)  # of which a step is compiled already
@@ -210,6 +209,7 @@ def test_mistakes_are_one_line_and_checkpoints_of_something_else_are_not_removed
     lambda: jobs.run(job, config, new, from_workdir=str(source), **options)
   )
   assert "model.lora.targets='(': is no regular expression" in told(lambda: LoraConfig(2, targets="("))
+  assert "model.lora.alpha=32.0: is for adapters" in told(lambda: LoraConfig(alpha=32.0))
   message = told(lambda: init_state(lora_config("float32", targets="query$")))
   assert message.startswith("model.lora.targets='query$': matches none of qkv.kernel, out.kernel")
   untrained = change(config, model=dict(weights="stored", lora=LoraConfig(rank=2)))
@@ -225,6 +225,12 @@ def test_mistakes_are_one_line_and_checkpoints_of_something_else_are_not_removed
   for job, options in (("finetune", {}), ("discretize", {"num_steps": 3})):
     assert "holds checkpoints and no run.json" in tune(job, **options)
   assert thesis.exists()
+  shutil.rmtree(thesis.parent)
+  theirs = tmp_path / "new" / "tokenizer.model"
+  theirs.write_text("x")  # as a published checkpoint's folder
+  for begin in (tune, lambda: told(lambda: train(config, new))):
+    assert "holds tokenizer.model and no run.json" in begin()
+  assert theirs.read_text() == "x"
 
 
 def test_a_run_is_exported_and_discretized_on_another_machine(finished, tmp_path):

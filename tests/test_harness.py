@@ -174,6 +174,14 @@ def test_mistakes_are_reported_in_one_line(evaluate, task_folder, tmp_path):
   assert "UndefinedError: 'nonsense' is undefined" in line(tasks="broken", include_path=str(tmp_path), limit=2)
 
 
+def test_a_text_is_read_by_other_keys_than_the_run_s(run, tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"body": "Rain on hills."}\n')
+  settings = dict(tasks="none", text=f"jsonl:{tmp_path}/a.jsonl", folder="by_key")
+  by_key = lambda key: change(run[0], harness=settings, data=dict(text_key=key))
+  assert 'no key "text"' in told(lambda: evaluate_downstream(by_key("text"), str(run[1])))
+  assert evaluate_downstream(by_key("body"), str(run[1]))["text"]["bytes"] == 14
+
+
 def test_errors_of_perplexities_need_no_forks_and_stdout_is_one_line(evaluate, capsys, monkeypatch):
   monkeypatch.setattr(os, "fork", None)
   monkeypatch.setenv("LOCAL_RANK", "1")  # as some launchers set it

@@ -207,4 +207,8 @@ def test_mistakes_are_reported_in_one_line(model):
   ):
     assert part in told(lambda: make_lm(**wrong))
   assert "no chat template" in told(lambda: make_lm().apply_chat_template([]))
+  added = types.SimpleNamespace(**{name: getattr(ByteTokenizer(), name) for name in ("bos_id", "eos_id")})
+  added.encode_batch = lambda texts: [np.array([model.config.vocab_size]) for _ in texts]
+  lm = DiffEqLM(model=model, tokenizer=added)
+  assert f"the id {model.config.vocab_size}" in told(lambda: lm.score_texts(["<pad>"]))
   assert "workdir=runs/tiny" in told(DiffEqLM)

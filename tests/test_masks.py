@@ -10,7 +10,9 @@ from diffeq_nnx import data
 from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import Options, batches, preparation
 from diffeq_nnx.data.documents import Piece, count_bytes, encode, read_ids
-from tests.conftest import told
+from diffeq_nnx.parallel.sharding import make_mesh
+from diffeq_nnx.training.evaluate import Evaluator
+from tests.conftest import change, small_config, small_model, told
 from tests.prepared_text import digest
 from tests.test_data import prose, write_jsonl
 
@@ -57,7 +59,7 @@ def test_each_counted_target_is_validated_once(tmp_path, kind, layout):
   batches = list(data.eval_batches(split, seq_len=seq_len, batch_size=3))
   wanted = [target for record in RECORDS[kind] for target in targets_of(kind, record)]
   assert list(itertools.chain(*counted(batches))) == wanted
-  assert len(batches) == -(-len(data.batches.Rows(split, seq_len)) // 3)
+  assert len(batches) == -(-len(data.Rows(split, seq_len, "validation")) // 3)
   assert all(batch["mask"].shape == batch["inputs"].shape == (3, seq_len) for batch in batches)
   bare = sum(kind == "completion" and not record["prompt"] for record in RECORDS[kind])
   assert split.num_counted == len(wanted)
@@ -130,10 +132,12 @@ def test_documents_longer_than_a_row_are_cut_or_dropped_and_counted(tmp_path, ca
   cut = {"cut": [5, 16, 11, 17], "drop": [5, 11, 17]}[too_long]  # of the completions and their end marks
   assert found == cut
   (line,) = [one.getMessage() for one in caplog.records]
-  assert f"2 of 5 documents have more than model.seq_len + 1 = 21 tokens, {too_long.replace('drop', 'dropp')}" in line
+  assert "2 of 5 documents of the validation part have more than model.seq_len + 1 = 21 tokens" in line
+  assert {"cut": "cut", "drop": "dropped"}[too_long] in line
   assert ("1 are left out, since no token of their rows counts" in line) == (too_long == "cut")
-  message = told(lambda: next(data.eval_batches(corpus.validation, seq_len=1, batch_size=1)))
-  assert message.startswith("data.rows=padded: no document is left (5 of 5 documents")
+  config = change(small_config(small_model(seq_len=1)), data=dict(rows="padded"))
+  message = told(lambda: Evaluator(config, corpus, make_mesh(config.mesh)))  # before any train step
+  assert message.startswith("data.rows=padded: no document is left (5 of 5 documents of the validation part")
 
 
 def test_a_token_across_the_border_counts():

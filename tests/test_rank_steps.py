@@ -205,6 +205,9 @@ def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path):
   ):
     assert part in told(lambda: rank(changed, copy, **options))
   assert read(copy, "run.json") == read(begun[1], "run.json")
+  (tmp_path / "other.jsonl").write_text("".join(f'{{"text": "{word}"}}\n' for word in ("hail", "snow", "rain" * 99)))
+  other = change(config, data=dict(source=f"jsonl:{tmp_path}/other.jsonl"))  # too short for a tokenizer of its own
+  assert len(rank(other, copy, tokens=16, by="influence", num_steps=None)["depth_order"]) == 5
   tuned = change(config, model=dict(depth_order=(4, 3, 2, 1, 0), lora=LoraConfig(2)))
   line = told(lambda: jobs.run("export", tuned, str(copy), out=str(tmp_path / "out"), format="peft", num_steps=2))
   assert line.startswith("--num_steps=2: --format=peft writes all")
@@ -244,5 +247,9 @@ def test_fine_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(
   assert first.started.model.depth_order == restricted(ranked[1]["depth_order"], 4)
   assert losses_of(whole) == losses_of(halves)
   equal(first.params, second.params)
+  asked, order = [], (3, 2, 1, 0)
+  monkeypatch.setattr("diffeq_nnx.jobs.finetune.train", lambda config, workdir: asked.append(config.model.depth_order))
+  jobs.run("finetune", config, whole, from_workdir=ranked[0], model_settings=[f"model.depth_order={order}"])
+  assert asked == [order]
   taught = ["full_cross_entropy" in record for record in read_metrics(whole, "train")]
   assert taught == [draw_num_steps(first.started, step) == 2 for step in range(8)] and len({*taught}) == 2

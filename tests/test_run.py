@@ -195,6 +195,7 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
     ({"prompts": "/none", "out": str(tmp_path / "out")}, "--prompts=/none: can't be read"),
     ({"prompts": __file__, "out": __file__}, "already exists"),
     ({"prompts": __file__, "out": "gs://bucket/out"}, "must be on a disk"),
+    ({"prompts": __file__, "out": f"{tmp_path}/answers/"}, "names a folder"),
   ):
     assert part in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), **options)), part
   shutil.rmtree(tmp_path / "run" / "checkpoints")

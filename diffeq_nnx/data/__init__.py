@@ -1,6 +1,6 @@
 """From text to batches: sources of documents, tokenizers, prepared shards, windows of tokens."""
 
-from diffeq_nnx.data.batches import choose_document_end, eval_batches, find_documents, train_batches
+from diffeq_nnx.data.batches import Rows, choose_document_end, eval_batches, find_documents, train_batches
 from diffeq_nnx.data.corpus import Corpus, Mixture, load
 from diffeq_nnx.data.preparation import make_recipe, prepare
 from diffeq_nnx.data.shards import Split

@@ -30,10 +30,10 @@ class Rows:
   The last window is the only one that may be shorter; it holds a target at least.
   """
 
-  def __init__(self, split: Split, seq_len: int):
-    """Reads all tokens once if rows are documents; raises UserError if none can be used."""
+  def __init__(self, split: Split, seq_len: int, part: str):
+    """Reads all tokens once if rows are documents; raises UserError if none of the `part`, a name, can be used."""
     self._size, self._seq_len = len(split.tokens), seq_len
-    self._examples_Nx2 = None if split.padding is None else _find_examples(split, seq_len)
+    self._examples_Nx2 = None if split.padding is None else _find_examples(split, seq_len, part)
 
   def __len__(self) -> int:
     return -(-(self._size - 1) // self._seq_len) if self._examples_Nx2 is None else len(self._examples_Nx2)
@@ -52,7 +52,7 @@ class Rows:
 
 
 @functools.lru_cache(8)
-def _find_examples(split: Split, seq_len: int) -> np.ndarray:
+def _find_examples(split: Split, seq_len: int, part: str) -> np.ndarray:
   """Returns the first token of each document that makes a row, and its last one plus 1, int64 [num_rows, 2].
 
   A document is cut, or left out, if it has more than `seq_len + 1` tokens, and left out if no token of its row counts.
@@ -82,12 +82,15 @@ def _find_examples(split: Split, seq_len: int) -> np.ndarray:
   chosen_N = ~is_dropped_N & ~is_void_N
   fate = "dropped" if padding.too_long == "drop" else "cut"
   line = (
-    f"{is_long_N.sum()} of {len(starts_N)} documents have more than model.seq_len + 1 = {seq_len + 1} tokens, {fate}"
+    f"{is_long_N.sum()} of {len(starts_N)} documents of the {part} part have more than model.seq_len + 1 = "
+    f"{seq_len + 1} tokens, {fate}"
   )
   if is_void_N.any():
     line += f"; {is_void_N.sum()} are left out, since no token of their rows counts"
   if not chosen_N.any():
-    raise UserError(f"data.rows=padded: no document is left ({line}); raise model.seq_len, or give other text")
+    raise UserError(
+      f"data.rows=padded: no document is left ({line}); give other text, or a new model a larger model.seq_len"
+    )
   if is_long_N.any() or is_void_N.any():
     logging.warning("data.rows=padded: %s", line)
   return np.stack([starts_N, ends_N], axis=1)[chosen_N]
@@ -213,7 +216,7 @@ def train_batches(
         f"{len(split.tokens)}; use at most {len(split.tokens) - 1}, or more text"
       )
   first = train.splits[0]
-  places = [Rows(split, seq_len) for split in train.splits]
+  places = [Rows(split, seq_len, "training") for split in train.splits]
   orders = [_make_order(its.count_whole(), (seed + number) % 2**32) for number, its in enumerate(places)]
   shares = make_integer_shares(train.weights)
   numbers = range(batch_size) if rows is None else rows.tolist()
@@ -266,7 +269,7 @@ def eval_batches(
     that fill the last batch. The result of `find_documents` is meaningless in the padding. All batches have this shape.
   """
   rows = np.arange(batch_size) if rows is None else rows
-  places = Rows(split, seq_len)
+  places = Rows(split, seq_len, "validation")
   total = -(-len(places) // batch_size)
   wanted = total if max_batches is None else min(total, max_batches)
   for number in ((2 * place + 1) * total // (2 * wanted) if split.joined else place for place in range(wanted)):

@@ -21,7 +21,7 @@ from diffeq_nnx import files
 from diffeq_nnx.config import DataConfig
 from diffeq_nnx.data import tokenizers
 from diffeq_nnx.data.tokenizers import Tokenizer
-from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.errors import RunError, UserError, first_line
 
 VERSION = 2  # of the format (RECORD_TOKENS too) and of tokenization: raise it when either changes
 MANIFEST = "manifest.json"
@@ -74,13 +74,13 @@ class Split:
 class Tokens:
   """The tokens of a split as one long array, whose slices are read from its shards; safe for threads."""
 
-  def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype):
+  def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype, disposable: bool = False):
     """Opens no file yet.
 
     `paths` are the shards' files in order. Those that are in buckets are in buckets of one cloud. `sizes` are the
-    numbers of tokens of the shards.
+    numbers of tokens of the shards. A damaged shard that is `disposable` is removed, so that it is made again.
     """
-    self.paths, self.sizes, self.dtype = paths, sizes, np.dtype(dtype)
+    self.paths, self.sizes, self.dtype, self.disposable = paths, sizes, np.dtype(dtype), disposable
     self._ends = list(itertools.accumulate(sizes))
     self._checksums: dict[int, np.ndarray] = {}  # by shard, [records] uint32
 
@@ -92,6 +92,7 @@ class Tokens:
 
     Raises:
       UserError: If a shard is missing or damaged.
+      RunError: If a disposable shard is damaged.
       IndexError: For anything but a slice of step 1.
     """
     return self.read([part])[0]
@@ -127,7 +128,11 @@ class Tokens:
     for (number, start, stop), (_, first, last), data in zip(pieces, records, self._read_ranges(ranges)):
       sums = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
       if sums != self._checksums[number][first:last].tolist():
-        raise UserError(f"{self.paths[number]}: damaged in records {first} to {last - 1}; {_RESTORE}")
+        problem = f"{self.paths[number]}: damaged in records {first} to {last - 1}"
+        if self.disposable:
+          files.remove(self.paths[number])
+          raise RunError(f"{problem}; run the same command again, which makes it again from the text")
+        raise UserError(f"{problem}; {_RESTORE}")
       tokens = np.frombuffer(data, self.dtype.newbyteorder("<"))
       found.append(tokens[start - first * RECORD_TOKENS : stop - first * RECORD_TOKENS])
     return found
@@ -159,7 +164,8 @@ def join(splits: Sequence[Split]) -> Split:
   sizes = [size for split in splits for size in split.tokens.sizes]
   fields = ("num_bytes", "num_documents", *(["num_counted"] if splits[0].masked else []))
   sums = {field: sum(getattr(split, field) for split in splits) for field in fields}
-  tokens = Tokens(paths, sizes, splits[0].tokens.dtype)
+  disposable = all(split.tokens.disposable for split in splits)
+  tokens = Tokens(paths, sizes, splits[0].tokens.dtype, disposable)
   return dataclasses.replace(splits[0], tokens=tokens, joined=len(splits) > 1, **sums)
 
 
@@ -237,8 +243,8 @@ class Directory:
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
-def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Directory:
-  """Opens what a manifest describes, after checking the size of every file.
+def open_directory(directory: str, manifest: dict[str, Any], label: str, disposable: bool = False) -> Directory:
+  """Opens what a manifest describes, after checking the size of every file; `disposable` as for `Tokens`.
 
   Raises UserError for a missing shard, one of another size, or another tokenizer.
   """
@@ -251,7 +257,7 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str) -> Dire
         raise UserError(f"{label}: {path} is not there; {_RESTORE}")
       if size != expected:
         raise UserError(f"{label}: {path} has {size} bytes, expected {expected}: damaged; {_RESTORE}")
-    tokens = Tokens(paths, [shard["tokens"] for shard in info["shards"]], np.dtype(manifest["dtype"]))
+    tokens = Tokens(paths, [shard["tokens"] for shard in info["shards"]], np.dtype(manifest["dtype"]), disposable)
     counted = info["counted"] if manifest.get("masked") else None
     splits[name] = Split(tokens, info["bytes"], info["documents"], counted)
   info = manifest["tokenizer"]

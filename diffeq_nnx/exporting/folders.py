@@ -13,7 +13,6 @@ import safetensors.numpy
 
 from diffeq_nnx import files
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.runs.workdir import writing
 
 
 def check_new(folder: str) -> None:
@@ -27,11 +26,10 @@ def check_new(folder: str) -> None:
 def new_folder(folder: str, last: str) -> Iterator[str]:
   """A temporary folder, which becomes `folder` once everything is written; `last` as for `files.replacing_folder`.
 
-  Raises UserError if the folder is not empty, or can't be written.
+  Raises UserError if the folder is not empty, and what `files.writing` raises if it can't be written.
   """
   check_new(folder)
-  advice = "; make room, or name another folder"
-  with writing(f"out={folder}", advice, UserError), files.replacing_folder(folder, last) as place:
+  with files.writing(f"out={folder}", "name another folder"), files.replacing_folder(folder, last) as place:
     yield place
 
 

@@ -7,6 +7,7 @@ C head_dim.
 from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffeq_nnx.config import ModelConfig
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.harness import packing
 from diffeq_nnx.harness.packing import Request
 from diffeq_nnx.model.attention_context import Packing
@@ -109,12 +111,15 @@ class Scorer:
   def __call__(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
     """Yields the index of each request and its score, in any order, as they are computed.
 
-    The next batch is computed while the caller handles one; equal requests are computed once. Requests must consist of
-    the model's ids and fit its positions.
+    The next batch is computed while the caller handles one; equal requests are computed once. Requests must fit the
+    model's positions. Raises UserError for ids that the model lacks, as a tokenizer with added tokens may give.
     """
     numbers: dict[Request, list[int]] = {}
     for number, request in enumerate(requests):
       numbers.setdefault(request, []).append(number)
+    highest, V = max((max(itertools.chain(*request)) for request in numbers), default=0), self.ready.config.vocab_size
+    if highest >= V:  # JAX would take the embedding of another id
+      raise UserError(f"a text has the id {highest}, and the model's ids are 0 to {V - 1}; leave out such texts")
     distributed.require_same(list(numbers), "the questions or texts")
     equal, previous = list(numbers.values()), None  # indices of equal requests
     rows = packing.make_rows(list(numbers), self._most_slots, self._share)

@@ -48,8 +48,9 @@ def analyze(
   text that the run was trained on need not be there.
 
   Raises:
-    UserError: no checkpoint, a text without tokens or too long, a position, number or times out of range.
-    RunError: the report can't be written.
+    UserError: no checkpoint, a text without tokens or too long, a position, number or times out of range, or a
+      directory that can't be written.
+    RunError: the disk is full.
   """
   start = time.perf_counter()
   run = Run.open(workdir, config)
@@ -98,7 +99,7 @@ def _write_report(found: Findings, folder: str, facts: dict[str, str]) -> None:
   """Writes index.html, the PNGs and numbers.npz to a folder, which replaces an existing one atomically."""
   made = sections(found)
   pictures = [item for _, _, items in made for item in items if isinstance(item, (Chart, ColoredText))]
-  with workdir_lib.writing(folder), files.replacing_folder(folder, "index.html") as place:
+  with files.writing(folder, "copy the run to a place of yours"), files.replacing_folder(folder, "index.html") as place:
     np.savez_compressed(os.path.join(place, "numbers.npz"), **found.arrays())  # type: ignore[arg-type]
     with show_progress("pictures", len(pictures)) as progress:
       for picture in pictures:

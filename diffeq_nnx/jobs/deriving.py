@@ -35,16 +35,21 @@ def start_from(config: Config, settings: Sequence[str]) -> Config:
   """Returns the config of a new run that is made from one with this config; raises what `config.load` raises.
 
   That is the run's with `key=value` settings on top, a schedule of the new run's own length, and no teacher but one
-  that the settings name. If the settings name another text, the run's `data.validation` is left out, and if they name
-  another kind of records, so are its keys of records.
+  that the settings name. If the settings name another text, the run's `data.validation` is left out. So are its keys of
+  records if they name another kind of these, `data.too_long` if they name other rows, and all keys of adapters if they
+  name none.
   """
   named = {key: text for key, _, text in (setting.partition("=") for setting in settings)}
   left_out = ["validation"] if named.get("data.source", config.data.source) != config.data.source else []
   left_out += _KEYS_OF_RECORDS if named.get("data.records", config.data.records) != config.data.records else []
+  left_out += ["too_long"] if named.get("data.rows", config.data.rows) != config.data.rows else []
   kept = dataclasses.replace(config.data, **{key: getattr(DataConfig, key) for key in left_out})
+  lora = LoraConfig() if named.get("model.lora.rank") == "0" else config.model.lora
+  model = dataclasses.replace(config.model, lora=lora)
   optimizer = dataclasses.replace(config.optimizer, schedule_steps=None)
   train = dataclasses.replace(config.train, teacher=None)
-  return config_lib.apply_settings(dataclasses.replace(config, data=kept, optimizer=optimizer, train=train), settings)
+  made = dataclasses.replace(config, model=model, data=kept, optimizer=optimizer, train=train)
+  return config_lib.apply_settings(made, settings)
 
 
 def derive_config(config: Config, model: ModelConfig, known: Config | None = None) -> Config:
@@ -109,21 +114,27 @@ def name_own_tokenizer(config: Config, tokenizer: Tokenizer, workdir: str) -> Co
 
 
 def use_tokenizer(config: Config, source: Run, workdir: str) -> Config:
-  """Returns the config of a run that is made from `source`, with that run's tokenizer, of which it keeps a copy.
+  """Returns the config of a run that is made from `source`, or is `source`, with that run's tokenizer.
 
-  A config with the text of `source`, with shards, or with another tokenizer than that of `source` stays as it is. What
-  doesn't fit there is found by `load_text`.
+  Another run keeps a copy of it in its directory. A config with the text of `source`, with shards, or with another
+  tokenizer than that of `source` stays as it is. What doesn't fit there is found by `load_text`.
   """
-  known = (source.started.data.tokenizer, "train")
-  unchanged = config.data == source.started.data
-  if unchanged or "shards:" in config.data.source or config.data.tokenizer not in known:
+  started = source.started
+  unchanged = (config.data, config.seed) == (started.data, started.seed)
+  if unchanged or "shards:" in config.data.source or config.data.tokenizer not in (started.data.tokenizer, "train"):
     return config
+  for key in ("begin_token", "end_token"):
+    if (mark := getattr(config.data, key)) != getattr(started.data, key):
+      raise UserError(
+        f"data.{key}={mark}: the run in {source.workdir} keeps its marks, which --job=import chooses; leave it out"
+      )
   begins = source.tokenizer.bos_id is not None
   if config.data.begin_mark not in (None, begins):
     raise UserError(
       f"data.begin_mark={config.data.begin_mark}: is {begins} in the run in {source.workdir}; leave it out"
     )
-  distributed.on_main_process(workdir_lib.clear, workdir, source.tokenizer)
+  if workdir != source.workdir:
+    distributed.on_main_process(workdir_lib.clear, workdir, source.tokenizer)
   return name_own_tokenizer(config, source.tokenizer, workdir)
 
 
@@ -140,8 +151,8 @@ def load_text(config: Config, source: Run) -> Corpus | None:
   if corpus.tokenizer.hash != tokenizer.hash:
     own = os.path.join(files.absolute(source.workdir), tokenizer.file_name)
     raise UserError(
-      f"from_workdir={source.workdir}: was trained with another tokenizer ({tokenizer.hash[:12]}) than "
-      f"that of the text ({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
+      f"the run in {source.workdir} was trained with another tokenizer ({tokenizer.hash[:12]}) than that of the text "
+      f"({corpus.tokenizer.hash[:12]}); prepare the text with data.tokenizer={own} and "
       f"data.begin_mark={tokenizer.bos_id is not None}"
     )
   tokenizer.chat_template = corpus.tokenizer.chat_template or tokenizer.chat_template  # as data.chat_template says

@@ -62,10 +62,10 @@ def finetune(
       names = ", ".join(f"model.{name}" for name in READ)
       advice = "give --num_steps" if key == "model.num_steps" else "leave it out"
       raise UserError(f"{key}: the model is that of from_workdir={from_workdir}, but for {names}; {advice}")
-  if workdir_lib.holds_run(workdir):
-    return _resume(config, workdir, from_workdir, num_steps, step_sizes)
-  run = Run.open(from_workdir, flag="from_workdir")
   orders = [setting for setting in model_settings if setting.startswith("model.depth_order=")]
+  if workdir_lib.holds_run(workdir):
+    return _resume(config, workdir, from_workdir, num_steps, step_sizes, orders)
+  run = Run.open(from_workdir, flag="from_workdir")
   source, asked = config_lib.apply_settings(run.started, orders), config.model
   model = _change(discretized_config(source.model, num_steps, step_sizes), asked)
   config = derive_config(config, model, source)
@@ -124,11 +124,16 @@ def _say_hold_out(source: Config, config: Config) -> None:
 
 
 def _resume(
-  config: Config, workdir: str, from_workdir: str, num_steps: int | None, step_sizes: Sequence[float] | None
+  config: Config,
+  workdir: str,
+  from_workdir: str,
+  num_steps: int | None,
+  step_sizes: Sequence[float] | None,
+  orders: Sequence[str],
 ) -> dict[str, float]:
   """Continues a fine-tuning run; the run that it started from need not exist anymore. Raises as `finetune`."""
   workdir_lib.check_source(workdir, from_workdir)
-  known = Run.open(workdir).started
+  known = config_lib.apply_settings(Run.open(workdir).started, orders)
   if config.data.tokenizer == "train" and "shards:" not in config.data.source:
     own = {key: getattr(known.data, key) for key in KEYS_OF_TOKENIZER}
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **own))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -30,6 +31,7 @@ ENVIRONMENT = {  # of lm_eval
   "DISABLE_MULTIPROC": "1",  # bootstrap without forks, which JAX may not survive
   "LOCAL_RANK": "0",  # every process gets the results
 }
+KEYS_OF_TEXT = ("text_key", "bad_records", "tfds_dir", "download")  # of data, which say how `harness.text` is read
 # on which the perplexity of a text depends
 CONDITIONS = "rolling_windows max_length mark_before_texts_without_context dtype num_steps checkpoint_step".split()
 
@@ -46,20 +48,24 @@ def evaluate_downstream(
     config: of the run; `config.harness` sets what is evaluated, and how.
 
   Raises:
-    UserError: lm_eval is missing, an unknown task, unavailable data, no checkpoint, or no such baseline.
-    RunError: the results can't be written.
+    UserError: lm_eval is missing, an unknown task, unavailable data, no checkpoint, no such baseline, or a directory
+      that can't be written.
+    RunError: the disk is full.
   """
   start, settings = time.perf_counter(), config.harness
   try:
     from diffeq_nnx.harness import adapter, tasks  # they need an extra that other jobs don't
   except ImportError as error:
     raise UserError("--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'") from error
+  texts = _open_text(config)
+  started = workdir_lib.config_of(workdir).data
+  read_as = {key: getattr(started, key) for key in (*KEYS_OF_TEXT, "records")}  # the run's own text, which isn't read
+  config = dataclasses.replace(config, data=dataclasses.replace(config.data, **read_as))
   Run.open(workdir, config)
   folder = os.path.join(workdir, settings.folder)
   distributed.on_main_process(workdir_lib.require_writable, folder)
   shots = list(settings.num_fewshot or (tasks.PAPER_SHOTS if tasks.is_paper(settings.names) else (None,)))
   theirs = [] if baseline is None else report.read(baseline, settings.folder)
-  texts = _open_text(config)
   names, manager = [], None
   if settings.names:
     with _lm_eval_errors(settings):
@@ -106,9 +112,8 @@ def evaluate_downstream(
 
 
 def _open_text(config: Config) -> sources.Source | None:
-  """The text of `harness.text`, if there is one, read as the run's own."""
-  keys = ("text_key", "bad_records", "tfds_dir", "download")
-  options = sources.Options(**{key: getattr(config.data, key) for key in keys})
+  """The text of `harness.text`, if there is one, read as the keys of `data` say."""
+  options = sources.Options(**{key: getattr(config.data, key) for key in KEYS_OF_TEXT})
   text = config.harness.text
   return None if text is None else sources.open_source(text, "harness.text", options)
 
@@ -208,7 +213,7 @@ def _describe(
 
 def _write(folder: str, written: dict[str, str]) -> None:
   """Writes files by name to the folder, and removes the results of an earlier job."""
-  with workdir_lib.writing(folder):
+  with files.writing(folder, "copy the run to a place of yours"):
     files.make_folder(folder)
     for name, content in written.items():
       files.write(os.path.join(folder, name), content.encode())

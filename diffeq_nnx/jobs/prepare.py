@@ -1,8 +1,7 @@
 """--job=prepare: text to prepared shards."""
 
-from diffeq_nnx import data
+from diffeq_nnx import data, files
 from diffeq_nnx.config import Config
-from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.parallel.console import print_result
 
 
@@ -16,15 +15,8 @@ def prepare_shards(config: Config, workdir: str) -> dict:
     RunError: one of the data.num_processes that it starts dies, or the disk is full.
   """
   recipe = data.make_recipe(config.data, config.model.vocab_size, config.seed)
-  try:
+  with files.writing(f"workdir={workdir}", "choose another directory"):
     manifest = data.prepare(workdir, recipe)
-  except (PermissionError, NotADirectoryError, FileExistsError) as error:
-    raise UserError(f"workdir={workdir}: can't be written ({error.strerror}); choose another directory") from error
-  except OSError as error:
-    raise RunError(
-      f"workdir={workdir}: can't be written ({error.strerror or error}); make room, and run the same "
-      "command to go on from what is finished"
-    ) from error
   counts = {
     name: {key: split[key] for key in ("tokens", "counted", "bytes", "documents") if key in split}
     | {"shards": len(split["shards"])}

@@ -21,7 +21,9 @@ from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import encode_texts
 from diffeq_nnx.parallel import distributed
 
-SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed")  # keys that lines of other programs have
+# keys that lines of other programs have
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+UNREAD = ("stop", "n", "max_new_tokens", "max_completion_tokens")
 
 
 class Answers(contextlib.ExitStack):
@@ -43,6 +45,8 @@ class Answers(contextlib.ExitStack):
       raise UserError(f"--prompts={prompts}: can't be read ({error.strerror or error}); name a file") from error
     if files.is_url(out):
       raise UserError(f"--out={out}: must be on a disk, since it grows; copy it when it is finished")
+    if not os.path.basename(out):
+      raise UserError(f"--out={out}: names a folder; name a file in it")
     if files.exists(out):
       raise UserError(f"--out={out}: already exists; choose another file")
     self._lines = split_lines(content)
@@ -138,9 +142,10 @@ def split_lines(content: bytes) -> dict[int, bytes]:
 def parse_prompt(line: bytes, template: ChatTemplate | None = None) -> str:
   """The prompt of a JSON line, or its conversation as a template writes it; raises UserError."""
   value = files.parse_json(line, "the line", "prompt")
-  for key in SAMPLING:
-    if isinstance(value, dict) and key in value:
-      raise UserError(f"prompt: the line sets {key}, which is the same for all; give --{key}")
+  for key in (*SAMPLING, *UNREAD) if isinstance(value, dict) else ():
+    if key in value:
+      advice = f"is the same for all; give --{key}" if key in SAMPLING else "is not read; leave it out"
+      raise UserError(f"prompt: the line sets {key}, which {advice}")
   if template is not None and isinstance(value, dict) and "messages" in value:
     refuse_tools(value)
     return template.render(value["messages"], add_generation_prompt=True)

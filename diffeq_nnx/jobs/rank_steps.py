@@ -12,7 +12,7 @@ from diffeq_nnx import files
 from diffeq_nnx.analysis.ranking import Ranker, leave_out
 from diffeq_nnx.config import KEYS_OF_ROWS, NO_TEXT, Config
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.jobs.deriving import load_text, make_batches
+from diffeq_nnx.jobs.deriving import load_text, make_batches, use_tokenizer
 from diffeq_nnx.model import grids
 from diffeq_nnx.parallel.console import draw, markdown, print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
@@ -57,6 +57,7 @@ def rank_steps(
   run = Run.open(workdir, mesh=mesh)
   workdir_lib.require(workdir, dataclasses.replace(run.started, model=config.model))
   with jax.set_mesh(mesh):
+    config = use_tokenizer(config, run, workdir)
     corpus = load_text(config, run)
     assert corpus is not None  # the config names one
     batches = make_batches(config, corpus, tokens)

@@ -128,7 +128,7 @@ def _check_given(coordinator: str | None, num_processes: int | None, process_id:
 
 
 def _keep_stdout_for_results() -> None:
-  """Sends to stderr what libraries write on descriptor 1, such as Gloo, which tells there of each connection of CPUs."""
+  """Sends to stderr what libraries write on descriptor 1, where Gloo tells of each connection between CPUs."""
   results = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
   os.dup2(2, 1)
   sys.stdout = results

@@ -4,8 +4,7 @@ run.json and the tokenizer's file (tokenizer.model or tokenizer.json) in the dir
 model, tokenizer or text is rejected. A run that was imported without text takes the first text that it is trained on.
 """
 
-from collections.abc import Iterator, Sequence
-import contextlib
+from collections.abc import Sequence
 import dataclasses
 import json
 import os
@@ -29,8 +28,8 @@ from diffeq_nnx.config import (
   DataConfig,
 )
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer, save_tokenizer
-from diffeq_nnx.data.tokenizers.files import read_template_file
-from diffeq_nnx.errors import RunError, UserError, printable
+from diffeq_nnx.data.tokenizers.files import find_other, read_template_file
+from diffeq_nnx.errors import UserError, printable
 from diffeq_nnx.parallel import distributed
 
 STARTING = ".starting"  # marks a directory whose run.json is not written yet
@@ -56,18 +55,9 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def require_writable(folder: str) -> None:
-  """Raises RunError, before long work, if its results can't be written to a folder."""
-  with writing(folder, "; make room for it, or copy the run to a place of yours"):
+  """Raises UserError or RunError, as `files.writing`, before long work, if its results can't be written to a folder."""
+  with files.writing(folder, "copy the run to a place of yours"):
     files.check_writable(folder)
-
-
-@contextlib.contextmanager
-def writing(place: str, advice: str = "", kind: type[UserError] | type[RunError] = RunError) -> Iterator[None]:
-  """A context of code that writes to a place, whose OSError becomes an error of one line, which ends with advice."""
-  try:
-    yield
-  except OSError as error:
-    raise kind(f"{place}: can't be written ({error.strerror or error}){advice}") from error
 
 
 def read_notes(path: str) -> dict[str, Any]:
@@ -103,12 +93,12 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
   if known and not claimed:
     require(workdir, config, corpus)
     source, identifier = known.get("source"), known["hash"]
-  with writing(f"workdir={workdir}", "; choose another directory", UserError):
+  with files.writing(f"workdir={workdir}", "choose another directory"):
     files.make_folder(workdir)
     if claimed:
       files.check_writable(workdir)
       return
-    save_tokenizer(tokenizer, workdir)
+    _save_tokenizer(tokenizer, workdir)
     record = {
       "config": config_lib.to_dict(config),
       "tokenizer_hash": tokenizer.hash,
@@ -118,6 +108,15 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
     }
     files.write(os.path.join(workdir, RUN_FILE), json.dumps(record, indent=2).encode())
     files.remove(os.path.join(workdir, STARTING))
+
+
+def _save_tokenizer(tokenizer: Tokenizer, workdir: str) -> None:
+  """Saves a run's tokenizer. Raises UserError where the directory holds another one that is no run's."""
+  ours = (RUN_FILE, STARTING)
+  is_new = not any(files.exists(os.path.join(workdir, name)) for name in ours)
+  if is_new and (other := find_other(tokenizer, workdir)):
+    raise UserError(f"workdir={workdir}: holds {other} and no {RUN_FILE}; name another directory")
+  save_tokenizer(tokenizer, workdir)
 
 
 def _is_begun(workdir: str) -> bool:
@@ -141,19 +140,19 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
     raise UserError(
       f"workdir={workdir}: holds checkpoints and no {RUN_FILE}; name another directory, or remove this one"
     )
-  with writing(f"workdir={workdir}", "; choose another directory", UserError):
+  with files.writing(f"workdir={workdir}", "choose another directory"):
     files.make_folder(workdir)
+    _save_tokenizer(tokenizer, workdir)
     files.write(mark, b"")
     for folder in folders:
       files.remove(folder)
-    save_tokenizer(tokenizer, workdir)
 
 
 def set_depth_order(workdir: str, order: Sequence[int]) -> None:
   """Saves an order of a run's steps as its model.depth_order; the run's hash stays. Raises UserError if it can't."""
   known = _read_run(workdir)
   known["config"]["model"]["depth_order"] = list(order)
-  with writing(f"workdir={workdir}", "; make it writable", UserError):
+  with files.writing(f"workdir={workdir}", "make it writable"):
     files.write(os.path.join(workdir, RUN_FILE), json.dumps(known, indent=2).encode())
 
 

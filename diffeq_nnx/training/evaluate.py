@@ -19,7 +19,7 @@ class Evaluator:
   """Evaluates parameters on the validation part, at one number of solver steps."""
 
   def __init__(self, config: Config, corpus: data.Corpus, mesh: Mesh, num_steps: int | None = None):
-    """`num_steps` None: eval.num_steps, or else model.num_steps."""
+    """`num_steps` None: eval.num_steps, or else model.num_steps. Raises UserError if no row can be evaluated."""
     own = config.model.num_steps if config.eval.num_steps is None else config.eval.num_steps
     self.num_steps = own if num_steps is None else num_steps
     self._config, self._split = config, corpus.validation
@@ -29,6 +29,8 @@ class Evaluator:
     shards = sharding.num_shards("batch", mesh.shape)
     # padded to a multiple of the devices, so that the figures don't depend on the mesh
     self._share = sharding.Share(mesh, -(-config.eval.batch_size // shards) * shards)
+    if not len(data.Rows(self._split, config.model.seq_len, "validation")):
+      raise UserError("data.validation: the text has no token to predict; name a longer one")
 
   def batches(self) -> Iterator[Batch]:
     """The batches that it evaluates, on the devices."""
@@ -60,8 +62,6 @@ class Evaluator:
         return {}
       jax.block_until_ready(found[-2:-1])  # one batch is computed while the next waits: `stop` is called as they end
       found.append(self._step(params, weights, batch))
-    if not found:
-      raise UserError("data.validation: the text has no token to predict; name a longer one")
     total, tokens = (sum(map(float, column)) for column in zip(*jax.device_get(found)))  # float32 counts to 2^24
     if not tokens:
       raise UserError(

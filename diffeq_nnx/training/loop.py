@@ -57,7 +57,7 @@ def train(config: Config, workdir: str) -> dict[str, float]:
     of_teacher = find_teacher(config, corpus.tokenizer, mesh)
     with distributed.sync_errors():
       if distributed.is_main_process() and not files.is_url(workdir):  # two would remove each other's files
-        with workdir_lib.writing(f"workdir={workdir}", "; choose another directory", UserError):
+        with files.writing(f"workdir={workdir}", "choose another directory"):
           files.make_folder(workdir)
           stack.enter_context(lock(files.absolute(workdir), f"workdir={workdir}", what="trains there"))
     workdir_lib.claim(workdir, config, corpus.tokenizer, corpus)
@@ -81,11 +81,9 @@ def train(config: Config, workdir: str) -> dict[str, float]:
       batches = batch_iterator(config, corpus, share, position["windows"])
     try:
       start, validate = int(state["step"]), position["validate"]
-      way_on = (
-        "; the checkpoints there stay as they are; make room, and run the same command to continue from the newest"
-      )
+      way_on = "the checkpoints there stay as they are; make room, and run the same command to continue from the newest"
       with (
-        workdir_lib.writing(f"workdir={workdir}", way_on),
+        files.writing(f"workdir={workdir}", way_on, begun=True),
         Reporter(workdir, start, config.train.steps, config.report.wandb, validate) as report,
         distributed.Preemption() as preemption,
         goodput.watched(),

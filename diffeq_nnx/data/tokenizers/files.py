@@ -168,11 +168,24 @@ def _list_tokens(content: dict[str, Any], ids: dict[str, int]) -> Iterator[tuple
 
 def save(tokenizer: Tokenizer, folder: str) -> None:
   """Writes a tokenizer's file and its chat template into a folder; raises OSError if that fails."""
-  files.write(os.path.join(folder, tokenizer.file_name), tokenizer.model_bytes)
-  if tokenizer.chat_template is None:
-    files.remove(os.path.join(folder, CHAT_TEMPLATE))
-  else:
-    files.write(os.path.join(folder, CHAT_TEMPLATE), tokenizer.chat_template.encode())
+  for name, content in _list_contents(tokenizer).items():
+    path = os.path.join(folder, name)
+    files.remove(path) if content is None else files.write(path, content)
+
+
+def find_other(tokenizer: Tokenizer, folder: str) -> str | None:
+  """Returns the name of a file in a folder that `save` would replace by another, or None."""
+  for name, content in _list_contents(tokenizer).items():
+    path = os.path.join(folder, name)
+    if files.exists(path) and (content is None or files.read(path) != content):
+      return name
+  return None
+
+
+def _list_contents(tokenizer: Tokenizer) -> dict[str, bytes | None]:
+  """Lists the files that say all of a tokenizer, by name; None: there must be none."""
+  template = tokenizer.chat_template
+  return {tokenizer.file_name: tokenizer.model_bytes, CHAT_TEMPLATE: None if template is None else template.encode()}
 
 
 def read_template_file(path: str) -> str:
