@@ -36,10 +36,23 @@ def _elastic(config: ml_collections.ConfigDict) -> Settings:
   }
 
 
+def _distilled(config: ml_collections.ConfigDict) -> Settings:
+  """As elastic, for long runs: the train steps draw their depth from the start, and the deepest one teaches it."""
+  return {
+    # Slow waves are good at numbers of steps between those that are drawn: docs/evidence/any_depth.md.
+    "model.time.scale": 20.0,
+    "model.time.weights_at": "mean",
+    "train.step_counts": around(config.model.num_steps),
+    "train.self_distillation": True,
+    "train.remat_every": 1,
+  }
+
+
 PRESETS: dict[str, Change] = {
   # Generated weights, Euler, a plain model's spread at the start, dt = 1.
   "diffeq": {},
   "elastic": _elastic,
+  "distilled": _distilled,
   # Generated weights, Euler, as in the published code: initial spreads, horizon, a shift in a Llama's norms, AdamW. One
   # thing is the paper's rather than the code's: both norms of a Llama's block read the state. In the published code the
   # second reads what the first one gives.
