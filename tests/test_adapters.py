@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 import sentencepiece
 
 import diffeq_nnx
@@ -18,11 +17,11 @@ from diffeq_nnx.exporting import adapters, huggingface
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.runs.run import Run
 from tests.conftest import Lazy, moved_instance, run_command, small_model, write_documents
-from tests.test_discretize import TOKENS_2x12, logits
-from tests.test_import import foreign
+from tests.test_discretize import logits
+from tests.test_import import foreign, torch_logits
 from tests.test_published_tokenizers import model as published_model
 
-peft, torch, transformers = map(Lazy, ("peft", "torch", "transformers"))
+peft, transformers = map(Lazy, ("peft", "transformers"))
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
@@ -44,26 +43,14 @@ def our_logits(config, params):
   return logits(build(config, jax.tree.map(jnp.asarray, params)))
 
 
-def peft_model(base, folder, own=False):
-  loaded = transformers.AutoModelForCausalLM.from_pretrained(base, trust_remote_code=own)
-  return peft.PeftModel.from_pretrained(loaded, folder).eval()
-
-
 def check_peft(base, folder, config, params, own=False):
   """PEFT's logits are ours, adapters change them, and merging keeps them."""
-  expected, model, tokens = our_logits(config, params), peft_model(base, folder, own), torch.tensor(TOKENS_2x12)
-  with torch.no_grad():
-    np.testing.assert_allclose(model(tokens).logits.numpy(), expected, rtol=0, atol=1e-5)
-    with model.disable_adapter():
-      assert np.abs(model(tokens).logits.numpy() - expected).max() > 1e-2
-    merged = model.merge_and_unload()
-    np.testing.assert_allclose(merged(tokens).logits.numpy(), expected, rtol=0, atol=1e-5)
-
-
-GPT2_MODULES = "attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
-LLAMA_MODULES = (
-  "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"
-)
+  loaded = transformers.AutoModelForCausalLM.from_pretrained(base, trust_remote_code=own)
+  expected, model = our_logits(config, params), peft.PeftModel.from_pretrained(loaded, folder).eval()
+  np.testing.assert_allclose(torch_logits(model), expected, rtol=0, atol=1e-5)
+  with model.disable_adapter():
+    assert np.abs(torch_logits(model) - expected).max() > 1e-2
+  np.testing.assert_allclose(torch_logits(model.merge_and_unload()), expected, rtol=0, atol=1e-5)
 
 
 # tables that learn or stay, of GPT-2 and of the others
@@ -84,11 +71,8 @@ def test_peft_gives_our_logits_on_the_imported_folder_itself(kind, changes, embe
   assert isinstance(read, peft.LoraConfig) and read.base_model_name_or_path == base
   expected = (2, 7.0, 0.25, kind == "gpt2")
   assert (read.r, read.lora_alpha, read.lora_dropout, read.fan_in_fan_out) == expected
-  names = GPT2_MODULES if kind == "gpt2" else LLAMA_MODULES
-  assert set(read.target_modules) == {*names.split()} and (read.modules_to_save is None) != embeddings
-  arrays = safetensors.numpy.load_file(tmp_path / "out" / "adapter_model.safetensors")
-  factors = [name for name in arrays if ".lora_" in name]
-  assert len(factors) == 2 * 2 * len(names.split()) and all(np.isfinite(array).all() for array in arrays.values())
+  kernels = {"gpt2": 4, "qwen3": 7}[kind]  # of a layer, of which none is left out or named for nothing
+  assert len(read.target_modules) == kernels and (read.modules_to_save is None) != embeddings
 
 
 @pytest.mark.parametrize(
@@ -138,6 +122,5 @@ def test_a_run_s_adapters_and_its_base_without_the_run_that_it_came_from(tmp_pat
   for base in ("there", "base"):
     check_peft(place(base), place("peft"), run.config.model, jax.device_get(run.params))
   merged = transformers.Qwen2ForCausalLM.from_pretrained(place("merged"))
-  with torch.no_grad():
-    found = merged(torch.tensor(TOKENS_2x12)).logits.numpy()
-  np.testing.assert_allclose(found, our_logits(run.config.model, run.params), rtol=0, atol=1e-5)
+  expected = our_logits(run.config.model, run.params)
+  np.testing.assert_allclose(torch_logits(merged), expected, rtol=0, atol=1e-5)

@@ -27,7 +27,8 @@ from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.training.loss import chunked_cross_entropy
 from tests.conftest import change, equal, moved_instance, small_config, small_model, told, weights_of
 from tests.test_discretize import TOKENS_2x12, logits
-from tests.test_export import ONE_EPS, load, make, torch_logits
+from tests.test_export import ONE_EPS, load, make
+from tests.test_import import torch_logits
 
 ORDER, UNEVEN = (2, 0, 3, 1), (0.3, 1.7, 0.9, 0.6)
 MEAN = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, weights_at="mean", scale=6.0)

@@ -21,7 +21,7 @@ from diffeq_nnx.exporting import huggingface, layouts, stablehlo, tokenizer_file
 from diffeq_nnx.model.solvers import SOLVERS, Splitting
 from tests.conftest import Lazy, moved_instance, small_model, told
 from tests.test_discretize import TOKENS_2x12, logits
-from tests.test_import import stored_logits
+from tests.test_import import stored_logits, torch_logits
 from tests.test_published_tokenizers import TEXTS as PUBLISHED_TEXTS
 from tests.test_published_tokenizers import lacking
 from tests.test_published_tokenizers import model as published_model
@@ -45,11 +45,6 @@ def load(result):
   assert not any(info.values()), info  # nothing missing, nothing left over
   assert loaded.dtype == torch.float32 and type(loaded).__name__ == result["architecture"]
   return loaded.eval()
-
-
-def torch_logits(loaded):
-  with torch.no_grad():
-    return loaded(torch.tensor(TOKENS_2x12)).logits.numpy()
 
 
 def close(a, b):
