@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from diffeq_nnx import jobs
-from diffeq_nnx.config import DataConfig, TimeConfig
+from diffeq_nnx.config import DataConfig
 from diffeq_nnx.depth import adaptive
 from diffeq_nnx.errors import RunError
 from diffeq_nnx.jobs import discretize
 from diffeq_nnx.model import grids
 from diffeq_nnx.runs.run import Run
 from tests.conftest import moved_instance, small_model, told
+from tests.test_discretize import TOKENS_2x12
+from tests.test_solvers import smooth
 
-TOKENS_2x12 = np.random.default_rng(0).integers(31, size=(2, 12))
 HORIZON = 3.0
 
 
@@ -51,8 +52,7 @@ def test_the_estimate_is_that_of_both_steps_by_hand(x64):
 
 
 def test_the_order_is_measured(x64):
-  smooth = TimeConfig(sinusoidal_dim=6, time_embed_dim=5, scale=1.0)
-  model = moved_instance(small_model(dtype="float64", solver="heun", horizon=0.5, time=smooth))
+  model = moved_instance(smooth(scale=1.0, dtype="float64", solver="heun", horizon=0.5))
   assert adaptive.order(errors(model, 16), errors(model, 8)) == pytest.approx(2, abs=0.2)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 from flax import nnx
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linear_sum_assignment
 
-from diffeq_nnx.analysis import attention, clustering, figures, sensitivity
+from diffeq_nnx.analysis import attention, clustering, figures, flow, sensitivity
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, attention_probabilities, logits_of
 from diffeq_nnx.analysis.findings import find
 from diffeq_nnx.analysis.sensitivity import exponents
@@ -19,6 +20,7 @@ from diffeq_nnx.errors import RunError
 from diffeq_nnx.model import vector_fields
 from launch.experiments import clusters
 from tests.conftest import PRESETS, SOLVER_PRESETS, moved_instance, small_model, told
+from tests.test_solvers import smooth
 
 TOKENS = np.random.default_rng(0).integers(31, size=9)
 
@@ -46,7 +48,7 @@ def same_set(found, expected, tolerance):
 # what is looked at is what was trained
 
 
-def flow(one: AnalyzedModel):
+def end_of(one: AnalyzedModel):
   """The forward pass from the states at the start to those at the end, [L, D] -> [L, D], jitted."""
 
   model = one.ready.make_model()
@@ -63,7 +65,7 @@ def flow(one: AnalyzedModel):
 def dense_jacobian(one: AnalyzedModel, tokens) -> np.ndarray:
   """d x_n(1) / d x_k(0), [L, D, D], by forward derivatives of the whole pass at once."""
   x_LxD = one.observe(tokens).states[0, 0]
-  return np.asarray(jax.jit(jax.jacfwd(lambda x: flow(one)(x)[-1]))(x_LxD)).swapaxes(0, 1)
+  return np.asarray(jax.jit(jax.jacfwd(lambda x: end_of(one)(x)[-1]))(x_LxD)).swapaxes(0, 1)
 
 
 def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
@@ -198,7 +200,7 @@ def test_gradient_times_input_is_the_logits_slope(x64):
   one = analyzed()
   passed = one.observe(TOKENS)
   found = attention.gradient_times_input(one, passed, 5)
-  eps, x_LxD, end = 1e-6, passed.states[0, 0], flow(one)
+  eps, x_LxD, end = 1e-6, passed.states[0, 0], end_of(one)
   logit = lambda x_LxD: float(logits_of(one.ready, end(x_LxD)[None])[0, 8, 5])
   for k in (0, 4, 8):
     change = logit(x_LxD.at[k].multiply(1 + eps)) - logit(x_LxD.at[k].multiply(1 - eps))
@@ -214,6 +216,23 @@ def test_prefix_matching_finds_a_head_that_matches():
   np.testing.assert_allclose(attention._after_first(attention_Sx1xHxLxL, half), [[0, 1]])
   scores = attention.prefix_matching(analyzed(dtype="float32"), 6)
   assert scores.shape == (3, 4) and (0 <= scores).all() and (scores <= 1).all()
+
+
+# the adaptive reference
+
+
+def gentle(solver: str = "euler"):
+  """A model in float64 whose weights change little over depth."""
+  return moved_instance(smooth(scale=1.0, dtype="float64", horizon=0.2, solver=solver))
+
+
+def test_a_solver_approaches_the_adaptive_reference_at_its_order_and_it_says_what_it_took(x64):
+  found = flow.integrate(AnalyzedModel(gentle()), TOKENS, rtol=1e-10, atol=1e-10)
+  coarse, fine = flow.distances(gentle("rk4"), TOKENS, [32, 64], found)
+  assert fine < 1e-7 and coarse / fine == pytest.approx(16, rel=0.15)
+  assert found.state_1xLxD.shape == (1, 9, 24) and found.state_1xLxD.dtype == np.float64
+  assert found.times[0] == 0 and found.times[-1] == 1 and (np.diff(found.times) > 0).all()
+  assert found.evaluations >= 6 * (len(found.times) - 1)
 
 
 # clustering
@@ -281,7 +300,7 @@ def test_figures_show_the_findings():
 # bad input
 
 
-def test_what_can_t_be_is_told():
+def test_what_can_t_be_is_told(monkeypatch):
   one, stored = analyzed(dtype="float32"), moved_instance(small_model(weights="stored"))
   for call, part in (
     (lambda: clustering.depth_spread(one, TOKENS[:1]), "tokens: there is one"),
@@ -296,11 +315,19 @@ def test_what_can_t_be_is_told():
     (lambda: find(one, [1, 2], ["a", "b"], str, leading=0), "leading=0"),
     (lambda: spectra(AnalyzedModel(stored), [0.5]), "the weights of this model are stored"),
     (lambda: spectra(one, [0.5, 1.5]), "times from 0 to 1"),
+    (lambda: flow.integrate(AnalyzedModel(stored), TOKENS), "the weights of this model are stored"),
+    (lambda: flow.integrate(one, TOKENS, rtol=0), "rtol=0: must be above 0"),
+    (lambda: flow.integrate(one, [31]), "the model's ids are 0 to 30"),
   ):
     assert part in told(call)
   broken = AnalyzedModel(jax.tree.map(lambda leaf: leaf * 1e30, moved_instance(small_model())))
   for call in (lambda: exponents(broken, TOKENS), lambda: find(broken, TOKENS, ["a"] * 9, str)):
     assert "the state after step 1 of 3 is not finite" in told(call, RunError)
+  shared = analyzed(preset="shared", dtype="float32")
+  line = told(lambda: flow.integrate(shared, TOKENS, rtol=1e-10, atol=1e-10, max_steps=3), RunError)
+  assert line.startswith("integrate: 3 steps reach t = ") and "raise max_steps or the tolerances" in line
+  monkeypatch.setitem(sys.modules, "diffrax", None)
+  assert "pip install 'diffeq-nnx[analysis]'" in told(lambda: flow.integrate(one, TOKENS))
 
 
 def test_everything_is_found_of_one_token_and_of_one_stored_step():
