@@ -68,6 +68,14 @@ def train_of(num_tokens):
   return data.Mixture((split_of(num_tokens),))
 
 
+def documents_of(split, tokenizer):
+  """The documents of a split, of which each ends with the end mark."""
+  tokens = split.tokens[:]
+  *documents, rest = np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_id) + 1)
+  assert len(rest) == 0
+  return [tokenizer.decode(ids) for ids in documents]
+
+
 def train_tokens(corpus):
   return corpus.train.splits[0].tokens[:]
 
@@ -77,12 +85,9 @@ def test_each_document_is_on_one_side_which_depends_on_the_seed(tmp_path):
   config = config_of(tmp_path, source=write_jsonl(tmp_path / "a.jsonl", texts), validation_fraction=0.2)
   for seed in (0, 1):
     corpus = data.load(config, 320, seed)
-    sides.append([])
-    for split in (corpus.train.splits[0], corpus.validation):
-      tokens = split.tokens[:]
-      *runs, rest = np.split(tokens, np.flatnonzero(tokens == corpus.tokenizer.eos_id) + 1)
-      sides[-1].append([corpus.tokenizer.decode(run) for run in runs])
-      assert split.tokens.dtype == tokens.dtype == np.uint16 and len(rest) == 0
+    splits = corpus.train.splits[0], corpus.validation
+    assert all(split.tokens.dtype == split.tokens[:].dtype == np.uint16 for split in splits)
+    sides.append([documents_of(split, corpus.tokenizer) for split in splits])
     trained, held = sides[-1]
     assert sorted(trained + held) == sorted(texts) and 20 < len(held) < 60
   assert sides[0] != sides[1]

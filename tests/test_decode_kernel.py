@@ -17,6 +17,7 @@ from diffeq_nnx.kernels.attention.tpu_decode import block_of, decode_tpu
 from tests.conftest import moved_instance, small_model
 from tests.test_attention import tpu_races_found
 from tests.test_attention_compile import tpu
+from tests.test_generation import PROMPTS
 
 # rows, key heads, query heads for each, slots, new tokens, slots of a block
 CASES = [(4, 2, 1, 64, 1, None), (4, 2, 3, 64, 1, 16), (5, 4, 2, 96, 3, 48)]
@@ -78,16 +79,15 @@ def test_blocks_that_hold_no_token_are_not_read_and_no_race_is_found():
 def test_a_model_generates_the_same_tokens_with_the_kernel(monkeypatch):
   """Heads 128 wide, and a prompt that takes another's row, so that its tokens go around the ring."""
   model = moved_instance(small_model(field="llama", num_steps=1, head_dim=128, num_heads=2, num_kv_heads=1), scale=0.2)
-  prompts = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
   how = {"max_tokens": 30, "temperature": 0, "rows": 2}
-  right = diffeq_nnx.generate(diffeq_nnx.Decoder(model), prompts, **how)
+  right = diffeq_nnx.generate(diffeq_nnx.Decoder(model), PROMPTS, **how)
   calls = []
   kernel = lambda *arguments: calls.append(arguments) or decode_tpu(*arguments, block=16, interpret=True)
   plain = lambda *arguments, implementation, **options: attention(*arguments, implementation="reference", **options)
   monkeypatch.setattr(tpu_decode, "decode_tpu", kernel)
   monkeypatch.setattr("diffeq_nnx.model.attention_context.attention", plain)  # prompts are read in plain JAX
   config = dataclasses.replace(model.config, attention="pallas_tpu")
-  assert diffeq_nnx.generate(diffeq_nnx.Decoder(model, config=config), prompts, **how) == right and calls
+  assert diffeq_nnx.generate(diffeq_nnx.Decoder(model, config=config), PROMPTS, **how) == right and calls
 
 
 def test_other_widths_numbers_and_backends_take_plain_jax(monkeypatch):

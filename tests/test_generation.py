@@ -117,6 +117,13 @@ def test_greedy_tokens_are_the_likeliest_and_kernels_that_are_only_multiplied_by
     assert tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist() and len(tokens) == 6
 
 
+def check_drawn(tokens_N: np.ndarray, shares_V: np.ndarray) -> None:
+  """That tokens were drawn with these probabilities: chi square with at most 5 degrees of freedom, p < 2e-4."""
+  drawn_V, expected_V = np.bincount(tokens_N, minlength=len(shares_V)), len(tokens_N) * shares_V
+  assert (drawn_V[shares_V == 0] == 0).all()
+  assert ((drawn_V - expected_V)[shares_V > 0] ** 2 / expected_V[shares_V > 0]).sum() < 25
+
+
 def expected_shares(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
   """Probabilities of all tokens, in NumPy."""
   shares = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
@@ -137,11 +144,7 @@ def test_draws_have_the_probabilities_that_the_filters_leave(temperature, top_k,
   sampler = GenerationOptions(temperature=temperature, top_k=top_k, top_p=top_p).make_sampler(range(count))
   logits_BxV = jnp.tile(jnp.asarray(logits, jnp.float32)[None], (count, 1))
   tokens = jax.jit(Sampler.draw)(sampler, logits_BxV, jnp.full(count, 7, jnp.int32))
-  drawn = np.bincount(np.asarray(tokens), minlength=6)
-  shares = expected_shares(logits, temperature, top_k, top_p)
-  assert (drawn[shares == 0] == 0).all()
-  expected = count * shares[shares > 0]
-  assert ((drawn[shares > 0] - expected) ** 2 / expected).sum() < 25  # chi square with at most 5 degrees: p < 2e-4
+  check_drawn(np.asarray(tokens), expected_shares(logits, temperature, top_k, top_p))
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 1e-300}])
@@ -216,12 +219,9 @@ def test_bad_input_is_one_line(decoder):
   assert "13 tokens; the model has 12 positions" in told(lambda: diffeq_nnx.generate(gpt, [[1] * 13]))
   stored = moved_instance(small_model(weights="stored"))
   assert "stored, for its own 3 steps" in told(lambda: diffeq_nnx.generate(stored, [[1]], num_steps=4))
-  tokenizer = data.load_tokenizer("bytes")
-  for texts, how, part in (
-    (["a", ""], {}, "prompts[1]='': gives no tokens"),
-    (["a"], {"stop": [""]}, "stop: holds an empty string"),
-  ):
-    assert part in told(lambda: diffeq_nnx.generate_texts(decoder, tokenizer, texts, **how))
+  make = lambda *texts, **how: diffeq_nnx.generate_texts(decoder, data.load_tokenizer("bytes"), texts, **how)
+  assert "prompts[1]='': gives no tokens" in told(lambda: make("a", ""))
+  assert "stop: holds an empty string" in told(lambda: make("a", stop=[""]))
 
 
 def test_a_mesh_of_the_caller_s_changes_nothing():

@@ -16,7 +16,6 @@ import sys
 import time
 import tracemalloc
 
-import numpy as np
 import pytest
 
 from diffeq_nnx import config as config_lib
@@ -27,13 +26,7 @@ from diffeq_nnx.data.sources import files
 from diffeq_nnx.errors import RunError
 from tests.conftest import told
 from tests.prepared_text import NUM_DOCUMENTS, config_of, digest, load, prepare, prepared, shard_file, small_tasks, text  # noqa: F401
-from tests.test_data import prose, write_jsonl
-
-
-def documents_of(split, tokenizer):
-  tokens = split.tokens[:]
-  ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
-  return [tokenizer.decode(run) for run in np.split(tokens, ends)[:-1]]
+from tests.test_data import documents_of, prose, write_jsonl
 
 
 def test_every_document_is_there_once_in_order_and_counted(text, prepared):

@@ -11,8 +11,7 @@ import diffeq_nnx
 from diffeq_nnx.inference import speculation
 from diffeq_nnx.inference.sampling import GenerationOptions
 from tests.conftest import moved_instance, small_model
-
-PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
+from tests.test_generation import PROMPTS, check_drawn
 
 
 def made(decoder, draft, prompts, row_numbers=None, draft_tokens=2, **options):
@@ -70,7 +69,4 @@ def test_tokens_have_the_deep_model_s_distribution(how):
   assert {*kept} == {0, 1, 2}
   for place, rows in ((0, kept >= 0), (1, kept >= 1), (2, kept >= 2)):
     left = np.asarray(shares_of(np.asarray(deep)[place][None]))[0]
-    drawn = np.bincount(new[rows, place], minlength=V)
-    expected = rows.sum() * left
-    assert (drawn[left == 0] == 0).all()
-    assert ((drawn - expected)[left > 0] ** 2 / expected[left > 0]).sum() < 25  # chi square with at most 5 degrees
+    check_drawn(new[rows, place], left)
