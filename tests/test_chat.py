@@ -194,6 +194,12 @@ def test_characters_of_tokens_join_to_the_text(folder):
     assert tokenizer.eos_id in ids and tokenizer.eos_id not in tokenizer.encode(text)
 
 
+def answered(*more, **changes):
+  """A record whose assistant's turn has these keys, and more turns after it."""
+  return {"messages": [TURNS[0], TURNS[1] | changes, *more]}
+
+
+CALLED, UNWRITTEN = {"name": "look"}, "with {} that the chat template does not write"
 BAD_CONVERSATIONS = [
   ({}, 'without key "messages"', "data.messages_key names the key"),
   ({"messages": "Hi"}, "whose messages are no list", "of type str, not a list"),
@@ -202,22 +208,10 @@ BAD_CONVERSATIONS = [
   ({"messages": [*TURNS, {"role": "judge", "content": "x"}]}, "that the chat template refuses", "no role judge"),
   ({"messages": TURNS[:1]}, "without an assistant's turn", "no message has the role"),
   ({"messages": [{"role": "assistant", "content": "a\ud800"}]}, "with a lone surrogate", "'\\ud800'; remove it"),
-  (
-    {"messages": [TURNS[0], TURNS[1] | {"content": "", "tool_calls": [{"function": {"name": "look"}}]}, *TURNS]},
-    "with tool calls that the chat template does not write",
-    "does not write tool_calls",
-  ),
-  (
-    {"messages": [TURNS[0], TURNS[1] | {"content": None, "function_call": {"name": "look"}}]},
-    "that the chat template refuses",
-    "refuses the messages",
-  ),
-  (
-    {"messages": [TURNS[0], TURNS[1] | {"thinking": "hm"}]},
-    "with reasoning that the chat template does not write",
-    "does not write thinking",
-  ),
-  ({"messages": [TURNS[0], TURNS[1] | {"weight": 0.5}]}, "with a weight that is not 0 or 1", "has the weight 0.5"),
+  (answered(*TURNS, content="", tool_calls=[{"function": CALLED}]), UNWRITTEN.format("tool calls"), "tool_calls"),
+  (answered(content=None, function_call=CALLED), "that the chat template refuses", "refuses the messages"),
+  (answered(thinking="hm"), UNWRITTEN.format("reasoning"), "does not write thinking"),
+  (answered(weight=0.5), "with a weight that is not 0 or 1", "has the weight 0.5"),
   ({"messages": [*TURNS, TURNS[0], TURNS[1] | {"weight": 0}]}, "with a weight of 0", "remove the messages"),
   ({"messages": TURNS, "tools": [{"name": "look"}]}, "with tools", "gets no tools; remove the key"),
   ({"messages": TURNS, "functions": [{"name": "look"}]}, "with tools", "gets no functions; remove the key"),

@@ -92,18 +92,22 @@ def test_no_key_that_nothing_reads():
 
 
 def test_a_new_run_on_another_text_has_no_validation_of_the_run_s_and_with_other_records_none_of_their_keys():
-  """And a schedule as long as itself, unless the settings say how long."""
+  """And a schedule as long as itself, unless the settings say how long, and no teacher but one that they name."""
   own = {"data__source": "jsonl:a", "data__validation": "jsonl:b", "data__text_key": "body", "train__batch_size": 2}
-  run = changed(own | {"optimizer__schedule_steps": 9})
+  run = changed(own | {"optimizer__schedule_steps": 9, "train__teacher": "runs/a"})
   found = deriving.start_from(run, ["data.source=jsonl:a", "train.steps=3"])
-  assert found == change(run, train=dict(steps=3), optimizer=dict(schedule_steps=None))
+  assert found == change(run, train=dict(steps=3, teacher=None), optimizer=dict(schedule_steps=None))
   other = deriving.start_from(run, ["data.records=chat", "data.source=jsonl:c"])
   assert other == changed({"data__source": "jsonl:c", "data__records": "chat", "train__batch_size": 2})
-  kept = ["data.source=jsonl:c", "data.validation=jsonl:b", "optimizer.schedule_steps=9"]
-  assert deriving.start_from(run, kept) == change(run, data=dict(source="jsonl:c"))
+  kept = ["data.source=jsonl:c", "data.validation=jsonl:b", "optimizer.schedule_steps=9", "train.teacher=runs/b"]
+  assert deriving.start_from(run, kept) == change(run, data=dict(source="jsonl:c"), train=dict(teacher="runs/b"))
   adapted = {"model__lora__rank": 2, "model__lora__alpha": 3.0, "model__weights": "stored"}
   padded = changed(adapted | {"data__rows": "padded", "data__too_long": "drop"})
   assert deriving.start_from(padded, ["data.rows=packed", "model.lora.rank=0"]) == changed({"model__weights": "stored"})
+
+
+DRAWS_LATE = {"train__step_counts": (5, 10), "train__draw_from": 0.5}  # before it, 12 steps
+TEACHES_ITSELF = {"train__self_distillation": True}
 
 
 @pytest.mark.parametrize(
@@ -119,10 +123,7 @@ def test_a_new_run_on_another_text_has_no_validation_of_the_run_s_and_with_other
     ({"train__step_counts": (4, 0)}, ["train.step_counts[1]=0", "above 0"]),
     ({"train__step_counts": (4, 6.0)}, ["train.step_counts", "whole numbers"]),
     ({"train__draw_from": 0.5}, ["train.draw_from=0.5", "is for train.step_counts"]),
-    (
-      {"train__step_counts": (5, 10), "train__draw_from": 0.5, "train__remat_every": 5},  # before it, 12 steps
-      ["train.remat_every=5", "must divide model.num_steps=12"],
-    ),
+    ({**DRAWS_LATE, "train__remat_every": 5}, ["train.remat_every=5", "must divide model.num_steps=12"]),
     ({"report__wandb": ""}, ["report.wandb=: is empty", "report.wandb=None"]),
     ({"optimizer__peak_rate": np.inf}, ["optimizer.peak_rate=inf", "above 0"]),
     ({"mesh__fsdp": 0}, ["mesh.fsdp=0", "1 or above, or -1"]),
@@ -134,15 +135,19 @@ def test_a_new_run_on_another_text_has_no_validation_of_the_run_s_and_with_other
     ({"model__weights": "shared", "model__time__constant": True}, ["model.time.constant=True", "generated"]),
     ({"train__step_schedule": (4,)}, ["train.step_schedule=(4,)", "one train step for each of train.step_counts"]),
     ({"train__step_schedule": (4, 4), "train__step_counts": (1, 2, 3)}, ["train.step_schedule=(4, 4)", "increase"]),
+    (TEACHES_ITSELF | {"train__step_counts": (2,)}, ["train.self_distillation=True", "several numbers of train."]),
+    (TEACHES_ITSELF | DRAWS_LATE | {"train__teacher": "a"}, ["train.self_distillation=True", "without train.teacher"]),
+    ({"harness__num_fewshot": (-1,)}, ["harness.num_fewshot[0]=-1"]),
+    ({"harness__stride": 3}, ["harness.stride=3", "sliding"]),
+    ({"harness__tasks": "none"}, ["harness.tasks='none'", "nothing to do"]),
+    ({"harness__tasks": ","}, ["harness.tasks=','", "nothing to do"]),
+    *(({"model__attention": name}, [f"model.attention='{name}'", "must be one of auto"]) for name in WITHOUT_BACKEND),
     ({"model__norm_shift": False}, ["model.norm_shift=False", "gpt's norms have a shift", "model.field=llama"]),
     (lambda: ModelConfig(num_steps=4.0), ["model.num_steps=4.0", "type int, not float"]),
     (lambda: ModelConfig(dtype=jax.numpy.float32), ["model.dtype=", "one of bfloat16, float32, float64"]),
     (lambda: ModelConfig(time={"scale": 3.0}), ["model.time=", "must be a TimeConfig, not dict"]),
     (lambda: ModelConfig(step_sizes=(1.0, 2.0)), ["model.step_sizes=(1.0, 2.0)", "model.num_steps=12 numbers"]),
-    (
-      lambda: ModelConfig(num_steps=2, step_sizes=(6.0, 1e-20)),
-      ["model.step_sizes=(6.0, 1e-20)", "1e-09 of their sum"],
-    ),
+    (lambda: ModelConfig(num_steps=2, step_sizes=(6.0, 1e-20)), ["model.step_sizes=(6.0, 1e-20)", "1e-09 of their"]),
     (lambda: config_lib.MeshConfig(data=-1), ["mesh.data, mesh.fsdp", "only one may be -1"]),
     (lambda: config_lib.Config(model=config_lib.DataConfig()), ["model=DataConfig", "must be a ModelConfig"]),
     (lambda: raw_config("gpt_small", "wikitext"), ["write CORPUS,PRESET; "]),
@@ -153,13 +158,6 @@ def test_a_new_run_on_another_text_has_no_validation_of_the_run_s_and_with_other
 def test_a_mistake_is_told_with_key_value_rule_and_way_out(make, parts):
   line = told(make if callable(make) else lambda: changed(make))
   assert all(part in line for part in parts), line
-
-
-def test_kernels_for_compiling_ahead_are_for_programs_alone():
-  for name in WITHOUT_BACKEND:
-    assert ModelConfig(attention=name).attention == name
-    line = told(lambda name=name: changed({"model__attention": name}))
-    assert line.startswith(f"model.attention='{name}': must be one of auto, reference, pallas, ")
 
 
 def test_values_have_the_types_of_their_keys_whatever_a_program_gives():

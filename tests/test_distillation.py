@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.model.grids import make_grid
 from diffeq_nnx.model.parameters import build, params_of
@@ -19,7 +18,8 @@ from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.loss import chunked_losses
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
-from tests.conftest import change, equal, masked_batch, moved_instance, run_config, small_config, small_model, told
+from tests.conftest import change, equal, masked_batch, moved_instance, run_config, small_config, told
+from tests.test_depth_order import ordered
 from tests.test_loss import example
 
 
@@ -131,10 +131,6 @@ def test_a_teacher_that_does_not_fit_is_one_line_and_nothing_is_written(student,
 # a model that teaches itself
 
 
-def ordered(**changes):
-  return small_model(num_steps=4, depth_order=(2, 0, 3, 1), **changes)
-
-
 def test_self_distillation_is_half_the_taught_loss_and_half_that_of_the_teaching(x64):
   """Of a train step in two micro-batches."""
   model = ordered(dtype="float64", horizon=2.0, weights="stored")
@@ -170,11 +166,3 @@ def test_where_the_most_steps_are_drawn_a_train_step_is_one_without_self_distill
   state = jax.eval_shape(lambda: init_state(config))
   lower = lambda config: make_train_step(config).lower(state, masked_batch(config), 4).as_text()
   assert lower(change(config, train=dict(self_distillation=True))) == lower(config)
-
-
-def test_self_distillation_needs_step_counts_and_no_other_teacher():
-  for changes in ({}, {"step_counts": (2,)}, {"step_counts": (2, 4), "teacher": "runs/teacher"}):
-    config = config_lib.to_dict(small_config(ordered(), self_distillation=True, **changes))
-    line = told(lambda: config_lib.from_dict(config))
-    expected = "train.self_distillation=True: is for several numbers of train.step_counts, and without train.teacher"
-    assert line.startswith(expected)

@@ -16,12 +16,11 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.config import LoraConfig
-from diffeq_nnx.jobs import deriving, finetune
+from diffeq_nnx.jobs import finetune
 from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.runs import checkpoint
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
-from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import all_params, init_state, make_train_step
 from tests.conftest import change, perturb, random_batch, run_config, small_config, small_model, told, weights_of
@@ -168,12 +167,6 @@ def test_that_the_run_has_seen_what_is_held_out_now_is_told(capsys):
     assert (way_out in capsys.readouterr().err) == warned, changes
 
 
-def test_a_new_run_has_no_teacher_but_one_that_is_named():
-  taught = change(config_lib.Config(), train=dict(teacher="runs/a"))
-  assert deriving.start_from(taught, []).train.teacher is None
-  assert deriving.start_from(taught, ["train.teacher=runs/b"]).train.teacher == "runs/b"
-
-
 def test_killed_before_its_first_checkpoint_it_starts_again(tuned, tmp_path, monkeypatch):
   config, source, tuned_folder, _ = tuned
   killed = str(tmp_path / "killed")
@@ -212,9 +205,6 @@ def test_mistakes_are_one_line_and_checkpoints_of_something_else_are_not_removed
   assert "model.lora.alpha=32.0: is for adapters" in told(lambda: LoraConfig(alpha=32.0))
   message = told(lambda: init_state(lora_config("float32", targets="query$")))
   assert message.startswith("model.lora.targets='query$': matches none of qkv.kernel, out.kernel")
-  untrained = change(config, model=dict(weights="stored", lora=LoraConfig(rank=2)))
-  line = told(lambda: train(untrained, str(tmp_path / "run")))
-  assert "use --job=finetune" in line
   other = change(config, data=dict(tokenizer="bytes"))
   assert "was trained with another tokenizer" in tune(config=other)
   assert "model.num_steps: the model is that of" in tune(model_settings=["model.num_steps=1"])

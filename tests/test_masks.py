@@ -23,7 +23,7 @@ COMPLETIONS = [{"prompt": "ask " * (n % 4), "completion": f"answer {n} \u00e9" *
 ROLES = ("system", "user", "assistant")
 TURNS = [[{"role": role, "content": f"{role} {n}" * (n % 6 + 1)} for role in ROLES * (n % 3 + 1)] for n in range(60)]
 CHATS = [{"messages": messages} for messages in TURNS]
-RECORDS = {"completion": COMPLETIONS, "chat": CHATS}
+RECORDS = {"completion": COMPLETIONS, "chat": CHATS, "text": prose(40)}
 
 
 def config_of(folder, kind, records=None, name=None, **changes):
@@ -97,13 +97,7 @@ def test_windows_hold_the_targets_of_the_text_and_keep_documents_apart(tmp_path)
 @pytest.mark.parametrize("kind", ["completion", "text"])
 def test_padded_rows_hold_each_document_once_an_epoch_and_resume(tmp_path, kind, monkeypatch):
   monkeypatch.setattr(batches, "_CHUNK", 50)  # tokens that are read at a time, fewer than a document has
-  if kind == "text":
-    config = DataConfig(
-      source=write_jsonl(tmp_path / "text.jsonl", prose(40)), tokenizer="bytes", cache_dir=str(tmp_path), rows="padded"
-    )
-  else:
-    config = config_of(tmp_path, kind, rows="padded", validation_fraction=0.1)
-  corpus = load(config)
+  corpus = load(config_of(tmp_path, kind, rows="padded", validation_fraction=0.1))
   (split,) = corpus.train.splits
   make = lambda **more: data.train_batches(corpus.train, seq_len=600, batch_size=1, seed=5, eos_id=END, **more)
   epochs = [[make()[epoch * split.num_documents + n] for n in range(split.num_documents)] for epoch in range(2)]
@@ -182,8 +176,7 @@ def test_prepared_shards_keep_masks_template_and_recipe(tmp_path):
 
 
 def test_plain_text_keeps_its_recipe_and_bytes(tmp_path):
-  config = DataConfig(source=write_jsonl(tmp_path / "a.jsonl", prose(30)), tokenizer="bytes")
-  recipe = preparation.make_recipe(config, 257, 0)
+  recipe = preparation.make_recipe(config_of(tmp_path, "text"), 257, 0)
   keys = "source source_fingerprint text_key bad_records tokenizer libraries validation_fraction validation_seed"
   assert recipe.record.keys() == set(keys.split())
   manifest = preparation.prepare(str(tmp_path / "shards"), recipe)
@@ -195,12 +188,8 @@ def test_plain_text_keeps_its_recipe_and_bytes(tmp_path):
 def test_masked_shards_mix_with_masked_ones_alone(tmp_path):
   made = {}
   for name, kind in (("a", "completion"), ("b", "chat"), ("c", "text")):
-    if kind == "text":
-      config = DataConfig(source=write_jsonl(tmp_path / "c.jsonl", prose(30)), tokenizer="bytes")
-    else:
-      config = config_of(tmp_path, kind)
     made[name] = tmp_path / name
-    preparation.prepare(str(made[name]), preparation.make_recipe(config, 257, 0))
+    preparation.prepare(str(made[name]), preparation.make_recipe(config_of(tmp_path, kind), 257, 0))
   mix = lambda *names, **more: load(DataConfig(source=" + ".join(f"0.5*shards:{made[one]}" for one in names), **more))
   for layout in ("packed", "padded"):
     corpus = mix("a", "b", rows=layout)
@@ -214,16 +203,11 @@ def test_masked_shards_mix_with_masked_ones_alone(tmp_path):
 
 def test_what_has_no_effect_or_no_meaning_is_one_line(tmp_path):
   """Keys of other records; records with keys of a source that has none; documents that begin as they end."""
-  source = write_jsonl(tmp_path / "a.jsonl", prose(20))
-  marks = {"tokenizer": "bytes", "begin_token": "<|endoftext|>"}
-  same = DataConfig(source=source, rows="padded", cache_dir=str(tmp_path), **marks)
+  same = config_of(tmp_path, "text", rows="padded", begin_token="<|endoftext|>")
   for call, part in (
     (lambda: DataConfig(prompt_key="q"), "data.prompt_key=q: is for data.records=completion, not text"),
     (lambda: DataConfig(too_long="drop"), "data.too_long=drop: is for data.rows=padded"),
-    (
-      lambda: data.open_source("text:*.md", options=Options(records="completion")),
-      "which this kind of source does not have; use jsonl:GLOB, parquet:GLOB or hf:NAME, or set data.records=text",
-    ),
+    (lambda: data.open_source("text:*.md", options=Options(records="completion")), "or set data.records=text"),
     (lambda: load(same), "data.rows=padded: the tokenizer's begin and end marks are the same"),
   ):
     assert part in told(call)

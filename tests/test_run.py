@@ -1,6 +1,7 @@
 """Whole runs on a small model: what they leave behind, and what other jobs make of it."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -180,13 +181,14 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
   shutil.copytree(workdir, tmp_path / "run")
   (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"config": config_lib.to_dict(config)}))
   prompts, how = ["Document 3 tells", "hills"], {"max_tokens": 5, "temperature": 0.0}
-  results = jobs.run("generate", config, str(tmp_path / "run"), prompt=prompts, **how)
+  generate = functools.partial(jobs.run, "generate", config, str(tmp_path / "run"))
+  results = generate(prompt=prompts, **how)
   assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == results
   assert [(one["prompt"], one["tokens"], one["stopped"]) for one in results] == [(p, 5, "length") for p in prompts]
-  (alone,) = jobs.run("generate", config, str(tmp_path / "run"), prompt=prompts[1:], **how)
+  (alone,) = generate(prompt=prompts[1:], **how)
   assert alone == results[1] and capsys.readouterr().out == alone["text"] + "\n"
   monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-  jobs.run("generate", config, str(tmp_path / "run"), prompt=prompts[1:], **how)
+  generate(prompt=prompts[1:], **how)
   assert capsys.readouterr().out == alone["text"] + "\n"
   for options, part in (
     ({"prompt": ["a " * 40]}, "prompts[0]: "),
@@ -197,13 +199,11 @@ def test_a_run_continues_prompts_where_its_text_is_gone(finished, tmp_path, caps
     ({"prompts": __file__, "out": "gs://bucket/out"}, "must be on a disk"),
     ({"prompts": __file__, "out": f"{tmp_path}/answers/"}, "names a folder"),
   ):
-    assert part in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), **options)), part
+    assert part in told(lambda: generate(**options)), part
   shutil.rmtree(tmp_path / "run" / "checkpoints")
-  assert "holds no checkpoint yet" in told(lambda: jobs.run("generate", config, str(tmp_path / "run"), prompt=["a"]))
+  assert "holds no checkpoint yet" in told(lambda: generate(prompt=["a"]))
   (tmp_path / "run" / "tokenizer.model").write_bytes(b"another")
-  assert "lacks the tokenizer of its run" in told(
-    lambda: jobs.run("generate", config, str(tmp_path / "run"), prompt=["a"])
-  )
+  assert "lacks the tokenizer of its run" in told(lambda: generate(prompt=["a"]))
 
 
 def test_a_longer_schedule_is_said_and_its_length_can_be_fixed(longer, tmp_path, capfd):
@@ -246,7 +246,8 @@ def test_the_commit_of_a_data_set_of_the_hub_may_be_named_later():
 def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_path):
   config, _ = finished
   adapted = change(config, model=dict(weights="stored", lora=config_lib.LoraConfig(rank=2)))
-  assert "adapters need a trained model" in told(lambda: train(adapted, str(tmp_path)))
+  line = told(lambda: train(adapted, str(tmp_path)))
+  assert "adapters need a trained model" in line and "use --job=finetune" in line
   corpus = load_corpus(config)
   workdir_lib.claim(str(tmp_path), config, corpus.tokenizer, corpus)
   assert workdir_lib.config_of(str(tmp_path)).model.lora.rank == 0

@@ -35,9 +35,9 @@ def beside(name="tokenizer_config", **said):
   return pair_of_files(**{f"{name}__json": said})
 
 
-def one(**changes):
-  """A tokenizer.json, changed."""
-  return {"tokenizer__json": spec_of(**changes)}
+def one(said=None, **changes):
+  """A tokenizer.json, changed, with a config beside it."""
+  return {"tokenizer__json": spec_of(**changes), "tokenizer_config__json": said or {}}
 
 
 def added(content="new", number=300, **flags):
@@ -71,7 +71,7 @@ BAD_FILES = {  # name: files, what the line says
   "added file": (pair_of_files(added_tokens__json={"x": 300}), "added_tokens.json, which vocab.json lacks"),
   "added in config": (
     beside(eos_token=END, **listed("300")),
-    f"the files beside the vocabulary add '{START}' (1 such), which it lacks",
+    f"the files beside the vocabulary add '{START}' (1 such)",
   ),
   "other vocab": (pair(zz=300) | one(), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
   "fewer merges": (merges("") | one(), "tokenizer.json disagrees with vocab.json or merges.txt beside it"),
@@ -84,18 +84,11 @@ BAD_FILES = {  # name: files, what the line says
   # marks
   "no end": (pair(**{END: None, "<|e|>": 0}), "no file names an eos_token, and there is no <|endoftext|>; set data."),
   "unknown eos": (beside(eos_token="</s>"), "tokenizer_config.json is '</s>': not one token of the vocabulary (ids 0"),
-  "eos number": (beside("config", eos_token_id=300), "config.json is 300: not one token of the vocabulary (ids 0"),
   "eos of no name": (beside(eos_token=3.5), "tokenizer_config.json is 3.5: not one token"),
   "no object": (pair_of_files(config__json=[]), "config.json must be a JSON object"),
-  "two eos": (
-    beside(eos_token=END) | beside("special_tokens_map", eos_token=BEGIN),
-    "special_tokens_map.json is '<|begin|>': these differ; set data.end_token",
-  ),
+  "two eos": (beside(eos_token=END) | beside("special_tokens_map", eos_token=BEGIN), "differ; set data.end_token"),
   "several": (beside("config", eos_token_id=[0, 300]), "config.json is [0, 300]: not one token"),
-  "several others": (
-    beside(eos_token=END) | beside("generation_config", eos_token_id=[1, 5]),
-    "generation_config.json is [1, 5]: these differ; set data.end_token",
-  ),
+  "several others": (beside(eos_token=END) | beside("generation_config", eos_token_id=[1, 5]), "[1, 5]: these differ;"),
   "none of several": (beside("config", eos_token_id=[]), "config.json is []: not one token"),
   "ordinary eos": (beside(eos_token=f"{SPACE}t"), f"'{SPACE}t' is also an ordinary piece"),
   "byte as eos": (beside(eos_token="!"), "'!' is also an ordinary piece"),
@@ -119,13 +112,10 @@ BAD_FILES = {  # name: files, what the line says
   ),
   "other mark": (one(post_processor=OTHER_ID), "must put at most one token of the vocabulary before"),
   "other eos": (
-    one(post_processor=template([], [END])) | {"tokenizer_config__json": {"eos_token": BEGIN}},
+    one({"eos_token": BEGIN}, post_processor=template([], [END])),
     "the post-processor is 0, eos_token in ",
   ),
-  "bos and not": (
-    one(post_processor=template([BEGIN], [])) | {"tokenizer_config__json": {"add_bos_token": False}},
-    "is False: these differ; set data.begin_mark",
-  ),
+  "bos and not": (one({"add_bos_token": False}, post_processor=template([BEGIN], [])), "differ; set data.begin_mark"),
   # sentencepiece models, trained when they are needed, and what stands beside them
   "no model": ({"tokenizer__model": b"not a model" * 50}, "not a sentencepiece model"),
   "empty model": ({"tokenizer__model": b""}, "not a sentencepiece model; give"),
