@@ -16,14 +16,7 @@ from diffeq_nnx.model.vector_fields import make_field
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import step as step_lib
 from diffeq_nnx.training.optimizer import MUON_RMS, make_optimizer, schedule
-from diffeq_nnx.training.step import (
-  init_state,
-  known_options,
-  loss_and_gradients,
-  make_eval_step,
-  make_generate,
-  make_train_step,
-)
+from diffeq_nnx.training.step import init_state, known_options, loss_and_gradients, make_train_step
 from tests.conftest import PRESETS, masked_batch, moved_instance, packed_batch, random_batch, small_config, small_model
 
 
@@ -75,7 +68,7 @@ def test_training_and_validation_keep_documents_apart_and_count_what_the_mask_sa
   log_q = jax.nn.log_softmax(logits(*(batch[name] for name in ("inputs", "segment_ids", "positions"))))
   picked = np.take_along_axis(np.asarray(log_q), batch["targets"][..., None], axis=-1)[..., 0]
   expected, params = -(batch["mask"] * picked).sum(), params_of(model)
-  total, count = make_eval_step(config)(params, make_generate(config, 3)(params), batch)
+  total, count = step_lib.make_eval_step(config)(params, step_lib.make_generate(config, 3)(params), batch)
   assert count == batch["mask"].sum()
   np.testing.assert_allclose(total, expected, rtol=1e-10)
   losses, _ = gradients_of(config, batch)
