@@ -50,16 +50,7 @@ import pytest
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data, main
-from diffeq_nnx.config import (
-  CheckpointConfig,
-  Config,
-  DataConfig,
-  EvalConfig,
-  ModelConfig,
-  OptimizerConfig,
-  TimeConfig,
-  TrainConfig,
-)
+from diffeq_nnx.config import Config, ModelConfig, TimeConfig
 from diffeq_nnx.data.preparation import workers
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.model import Model
@@ -75,7 +66,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Files that take longest, first: a worker that begins one late would keep the other waiting.
 LONGEST = """distributed docs real demo buckets launch attention compile_ahead resume generation attention_compile
   train_step import_job finetune analysis export rank_steps elastic sharding distillation analyze_job adapters harness
-  run harness_adapter speculation adaptive decode_kernel solvers model chat_jobs fitting depth_order pages""".split()
+  run harness_adapter speculation adaptive decode_kernel solvers model chat_jobs depth_order pages""".split()
 
 
 def pytest_collection_modifyitems(items):
@@ -96,12 +87,11 @@ def pytest_unconfigure():
       shutil.rmtree(os.environ[name], ignore_errors=True)
 
 
-# every preset, as changes to a ModelConfig
+# presets, as changes to a ModelConfig
 PRESETS = {
   "diffeq": {},
   "published": {"initialization": "published", "horizon": 1.0},
   "baseline": {"weights": "stored", "solver": "sequential"},
-  "parallel": {"weights": "stored"},
   "shared": {"weights": "shared"},
   "shared_sequential": {"weights": "shared", "solver": "sequential"},
   "constant": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, constant=True)},
@@ -117,18 +107,9 @@ SOLVER_PRESETS = {name: {"solver": name} for name in config_lib.choices("model.s
 
 def small_model(**changes) -> ModelConfig:
   """A model that runs in milliseconds: 3 steps, width 24, 4 query and 2 key/value heads."""
-  values = dict(
-    num_steps=3,
-    embed_dim=24,
-    num_heads=4,
-    num_kv_heads=2,
-    mlp_dim=40,
-    vocab_size=31,
-    seq_len=12,
-    dtype="float32",
-    time=TimeConfig(sinusoidal_dim=6, time_embed_dim=5),
-  )
-  return ModelConfig(**{**values, **changes})
+  sizes = dict(num_steps=3, embed_dim=24, num_heads=4, num_kv_heads=2, mlp_dim=40, vocab_size=31, seq_len=12)
+  values = dict(dtype="float32", time=TimeConfig(sinusoidal_dim=6, time_embed_dim=5))
+  return ModelConfig(**{**sizes, **values, **changes})
 
 
 @functools.cache
@@ -138,10 +119,10 @@ def small_instance(config: ModelConfig) -> Model:
   return build(config, params)
 
 
-def small_config(model: ModelConfig | None = None, **train) -> config_lib.Config:
+def small_config(model: ModelConfig | None = None, **train) -> Config:
   """A whole experiment around `small_model`."""
   values = dict(batch_size=4, loss_chunks=3, remat="none", steps=10)
-  return config_lib.Config(model=model or small_model(), train=config_lib.TrainConfig(**{**values, **train}))
+  return Config(model=model or small_model(), train=config_lib.TrainConfig(**{**values, **train}))
 
 
 def change(config: Config, **sections) -> Config:
@@ -159,24 +140,21 @@ def on_eight_devices(program: str) -> None:
   assert process.end() == 0, process.lines[-40:]
 
 
-def random_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:
+def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
   """Random inputs and targets [batch_size, seq_len]."""
-  tokens = (
-    np.random.default_rng(seed)
-    .integers(config.model.vocab_size, size=(2, config.train.batch_size, config.model.seq_len))
-    .astype(np.int32)
-  )
+  shape = (2, config.train.batch_size, config.model.seq_len)
+  tokens = np.random.default_rng(seed).integers(config.model.vocab_size, size=shape).astype(np.int32)
   return {"inputs": tokens[0], "targets": tokens[1]}
 
 
-def masked_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:
+def masked_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
   """The same, where the first 12, 0, 1, 5, 0, 0, 4, 0 targets of eight rows count, and so on."""
   batch = random_batch(config, seed)
   counts_Bx1 = np.resize([12, 0, 1, 5, 0, 0, 4, 0], (config.train.batch_size, 1))
   return {**batch, "mask": (np.arange(config.model.seq_len) < counts_Bx1).astype(np.float32)}
 
 
-def packed_batch(config: config_lib.Config, seed: int = 0) -> dict[str, np.ndarray]:
+def packed_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
   """The same, with documents kept apart: token 0 ends each, at two random places of a row."""
   batch = random_batch(config, seed)
   ends_Bx2 = np.random.default_rng(seed).integers(config.model.seq_len, size=(config.train.batch_size, 2))
@@ -222,6 +200,9 @@ def equal(found, expected, atol: float = 0.0, rtol: float = 0.0) -> None:
 def weights_of(model: Model, grid=None):
   """`model.block_weights`, compiled as one program: its operations one by one compile for seconds."""
   return jax.jit(lambda: model.block_weights(grid))()
+
+
+leaves_coroutines = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 class Lazy:
@@ -305,11 +286,11 @@ def run_config(folder, steps=20, **optimizer) -> Config:
   """A run of a second: 20 steps, validation and checkpoints every 4."""
   return Config(
     model=small_model(num_steps=2, embed_dim=16, vocab_size=300, seq_len=16),
-    data=DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
-    optimizer=OptimizerConfig(peak_rate=1e-2, **optimizer),
-    train=TrainConfig(steps=steps, batch_size=4, remat="none", loss_chunks=4, log_every=5, peak_tflops=0.1),
-    eval=EvalConfig(every=4, batch_size=4, max_batches=2),
-    checkpoint=CheckpointConfig(every=4, keep=2),
+    data=config_lib.DataConfig(source=f"text:{folder}/*.txt", validation_fraction=0.3, cache_dir=f"{folder}/cache"),
+    optimizer=config_lib.OptimizerConfig(peak_rate=1e-2, **optimizer),
+    train=config_lib.TrainConfig(steps=steps, batch_size=4, remat="none", loss_chunks=4, log_every=5, peak_tflops=0.1),
+    eval=config_lib.EvalConfig(every=4, batch_size=4, max_batches=2),
+    checkpoint=config_lib.CheckpointConfig(every=4, keep=2),
   )
 
 
