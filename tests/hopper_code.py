@@ -22,6 +22,9 @@ from diffeq_nnx.kernels.attention import attention
 from diffeq_nnx.kernels.attention.shapes import Shape
 from launch import gpus, programs
 
+needs_libtpu = pytest.mark.skipif(
+  not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install 'jax[tpu]'"
+)
 compiles_for_gpus = pytest.mark.skipif(
   jax.__version_info__ < (0, 11, 2) or not importlib.util.find_spec("jax_cuda13_plugin"),
   reason="needs jax 0.11.2 and the wheels jax-cuda13-plugin and jax-cuda13-pjrt",

@@ -5,7 +5,6 @@ wheels jax-cuda13-plugin and jax-cuda13-pjrt of its version.
 """
 
 import functools
-import importlib.util
 import os
 import re
 import shutil
@@ -45,7 +44,7 @@ CHIPS = [
 slow = pytest.mark.slow(reason="the TPU compiler takes seconds for each shape and chip; four of them run by default")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install libtpu")
+@hopper_code.needs_libtpu
 @pytest.mark.parametrize(
   "name,dtype,topology", [pytest.param(*case, marks=() if case in TPUS else slow) for case in CHIPS]
 )

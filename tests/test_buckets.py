@@ -18,13 +18,11 @@ from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from launch.object_store import ObjectStore
-from tests.conftest import change, mistake, run_config, told, write_documents
+from tests.conftest import change, leaves_coroutines, mistake, run_config, told, write_documents
 from tests.test_data import prose, write_jsonl
 from tests.test_distributed import job
 
-pytestmark = pytest.mark.filterwarnings(  # gcsfs, s3fs and orbax leave coroutines unfinished
-  "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = leaves_coroutines  # gcsfs, s3fs and orbax
 
 
 @pytest.fixture(scope="module", params=["gs"])
@@ -138,10 +136,8 @@ def test_shards_in_a_bucket_are_read_by_ranges_and_give_the_same_batches(store, 
   monkeypatch.setattr(shards, "RECORD_TOKENS", 1000)
   server, root = store
   source = write_jsonl(tmp_path / "a.jsonl", prose(100))
-  config = config_lib.Config(
-    model=config_lib.ModelConfig(vocab_size=300),
-    data=config_lib.DataConfig(source=source, tokenizer="bytes", num_processes=1, cache_dir=str(tmp_path / "cache")),
-  )
+  keys = dict(source=source, tokenizer="bytes", num_processes=1, cache_dir=str(tmp_path / "cache"))
+  config = change(config_lib.Config(), model=dict(vocab_size=300), data=keys)
   for place in (f"{root}/shards", str(tmp_path / "shards")):
     jobs.run("prepare", config, place)
   assert os.listdir(tmp_path / "cache") == []  # where the bucket's were made

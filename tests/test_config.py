@@ -5,7 +5,6 @@ import glob
 import importlib.util
 import json
 import os
-import pathlib
 
 from flax import traverse_util
 import jax
@@ -18,9 +17,9 @@ from diffeq_nnx.config import ModelConfig
 from diffeq_nnx.jobs import deriving
 from diffeq_nnx.kernels.attention.dispatch import WITHOUT_BACKEND
 from diffeq_nnx.model.parameters import abstract_model, params_of
+from tests.attacks import ROOT
 from tests.conftest import change, told
 
-ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted(os.path.basename(path)[:-3] for path in glob.glob(str(ROOT / "configs" / "*.py")))
 
 

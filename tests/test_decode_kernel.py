@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -15,6 +14,7 @@ from diffeq_nnx.kernels.attention import attention, decode_attention, tpu_decode
 from diffeq_nnx.kernels.attention.decode import decode_reference
 from diffeq_nnx.kernels.attention.tpu_decode import block_of, decode_tpu
 from tests.conftest import moved_instance, small_model
+from tests.hopper_code import needs_libtpu
 from tests.test_attention import tpu_races_found
 from tests.test_attention_compile import tpu
 from tests.test_generation import PROMPTS
@@ -92,18 +92,14 @@ def test_a_model_generates_the_same_tokens_with_the_kernel(monkeypatch):
 
 def test_other_widths_numbers_and_backends_take_plain_jax(monkeypatch):
   monkeypatch.setattr(tpu_decode, "decode_tpu", None)
-  for shape, implementation in (
-    ((2, 2, 1, 64, 1, 64), "pallas_tpu"),
-    ((2, 2, 1, 40), "pallas_tpu"),
-    ((2, 2, 1, 64), "auto"),
-  ):
+  for how, shape in (("pallas_tpu", (2, 2, 1, 64, 1, 64)), ("pallas_tpu", (2, 2, 1, 40)), ("auto", (2, 2, 1, 64))):
     arrays = inputs(*shape)
-    found = decode_attention(*arrays, jnp.int32(7), jnp.array([7, 3]), implementation=implementation)
+    found = decode_attention(*arrays, jnp.int32(7), jnp.array([7, 3]), implementation=how)
     np.testing.assert_allclose(found, expected(*arrays, 7, [7, 3]), rtol=0, atol=3e-6)
 
 
 @pytest.mark.usefixtures("optimizations")
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler: pip install libtpu")
+@needs_libtpu
 @pytest.mark.parametrize(
   "topology,shape,dtype",
   [

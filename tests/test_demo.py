@@ -1,6 +1,5 @@
 """demo.ipynb: it runs whole, shortened, and the committed file holds what it showed when it ran in order."""
 
-import pathlib
 import re
 import shutil
 
@@ -8,7 +7,8 @@ import nbclient
 import nbformat
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from tests.attacks import ROOT
+
 SHORT = {"DEMO_STEPS": "2", "DEMO_TUNING_STEPS": "1", "DEMO_COUNTS": "6", "DEMO_TOKENS": "4", "PYTHONPATH": str(ROOT)}
 
 
