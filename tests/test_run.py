@@ -30,7 +30,7 @@ from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import load_corpus, train
 from diffeq_nnx.training.optimizer import schedule
 from diffeq_nnx.training.report import Reporter, read_metrics
-from tests.conftest import change, run_config, told, write_documents
+from tests.conftest import change, told
 from tests.test_resume import kept, run  # noqa: F401
 
 WANDB = "rivers" if importlib.util.find_spec("wandb") else None
@@ -253,12 +253,11 @@ def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_pa
   assert workdir_lib.config_of(str(tmp_path)).model.lora.rank == 0
 
 
-def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
-  write_documents(tmp_path)
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(run, monkeypatch):
   closed, close = [], Checkpoints.close
   monkeypatch.setattr(Checkpoints, "close", lambda self: closed.append(self) or close(self))
-  monkeypatch.setattr(Reporter, "train", lambda *_, **__: os.close(-1))  # at step 5, after a checkpoint
-  assert "can't be written" in told(lambda: train(run_config(tmp_path, steps=6), str(tmp_path / "run")), RunError)
+  monkeypatch.setattr(Reporter, "train", lambda *_, **__: os.close(-1))  # at step 25, after a checkpoint
+  assert "can't be written" in told(lambda: train(run[0], str(run[1])), RunError)
   assert closed
 
 
