@@ -85,5 +85,5 @@ def test_mistakes_are_told():
     ({"model": stored, "num_steps": 5}, "num_steps=5: the weights of this model are stored, for its own 3 steps"),
   ):
     assert part in told(lambda: discretized_config(**{"model": generated, **arguments})), part
-  for changes, part in (({"horizon": 3.0}, "leave model.horizon at None"), ({}, "must be model.num_steps=3 numbers")):
-    assert part in told(lambda: dataclasses.replace(generated, step_sizes=(1.0, 2.0), **changes))
+  line = told(lambda: dataclasses.replace(generated, step_sizes=(1.0, 2.0), horizon=3.0))
+  assert "leave model.horizon at None" in line

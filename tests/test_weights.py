@@ -41,9 +41,8 @@ def test_a_plain_model_starts_as_gpt_2_and_generated_weights_with_its_spread():
   "field,tables", [("gpt", {"embedding": 0.02, "positions": 0.01}), ("llama", {"embedding": 1.0, "head": 0.02})]
 )
 def test_every_parameter_starts_with_the_spread_of_the_published_code(field, tables):
-  model = small_instance(
-    ModelConfig(**{**WIDE, "field": field, "initialization": "published", "embed_dim": 32, "time": TIME})
-  )
+  changes = {"field": field, "initialization": "published", "embed_dim": 32, "time": TIME}
+  model = small_instance(ModelConfig(**WIDE | changes))
   params = traverse_util.flatten_dict(params_of(model))
   constants = {("final_norm", "scale"): 1.0, ("final_norm", "shift"): 0.0}
   T = model.config.time.time_embed_dim
