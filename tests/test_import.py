@@ -189,12 +189,18 @@ def write(folder, config, tensors=None):
     ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads is 3"]),
     ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
     ("qwen2", {"is_causal": False}, ["is_causal is False"]),
+    ("gpt2", {"layer_norm_epsilon": "<b>"}, ["config.json can't be used", "<b>"]),
+    ("gpt2", {"resid_pdrop": {}, "embd_pdrop": {}}, ["config.json can't be used", "not 'dict'"]),
+    ("gpt2", {"dtype": []}, ["holds no model.safetensors"]),  # as if it were not there
+    ("gpt2", {"n_inner": "\x1b[2J"}, ["n_inner is '\\x1b[2J'"]),
+    ("llama", {"rope_scaling": 5}, ["config.json can't be used"]),
+    ("llama", {"model_type": []}, ["model_type is []"]),
     ("gemma", {}, ["model_type is 'gemma'", "gpt2, llama, mistral, qwen2, qwen3 can be imported"]),
   ],
 )
 def test_what_can_t_be_held_is_told(kind, changes, parts, tmp_path):
   line = told(write(tmp_path, {"model_type": kind, **(GPT2 if kind == "gpt2" else LLAMA), **changes}))
-  assert line.startswith(f"from_hf={tmp_path}: ")
+  assert line.startswith(f"from_hf={tmp_path}: ") and line.isprintable()
   for part in parts:
     assert part in line
 
@@ -223,6 +229,5 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
     assert "holds quantized weights (" in told(lambda: importing.read(str(tmp_path)))
   head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
   assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))
-  assert "the directory must hold one of tokenizer.json, tokenizer.model" in told(
-    lambda: importing.read_tokenizer(str(out))
-  )
+  line = told(lambda: importing.read_tokenizer(str(out)))
+  assert "the directory must hold one of tokenizer.json, tokenizer.model" in line
