@@ -71,9 +71,7 @@ def ends_turns_in(word):
   )
 
 
-def test_the_assistant_s_turn_follows_the_conversation_and_ends_where_the_template_ends_turns(
-  talking, tmp_path, capsys
-):
+def test_the_assistant_s_turn_follows_the_conversation_and_ends_as_the_template_says(talking, tmp_path, capsys):
   """Marks that the template writes are marks, and no other is added; a line that is no conversation is told."""
   config, workdir = talking
   run = Run.open(str(workdir))
@@ -86,9 +84,8 @@ def test_the_assistant_s_turn_follows_the_conversation_and_ends_where_the_templa
   texts = [ChatTemplate(CHAT).render(messages, add_generation_prompt=True) for messages in (longer, ASKED)]
   ids = [run.tokenizer.encode_rendered(text).tolist() for text in texts]
   assert [one.count(run.tokenizer.eos_id) for one in ids] == [len(longer), 1]
-  for one, text, expected in zip(
-    found, texts, diffeq_nnx.generate(run.model, ids, stop_ids=run.tokenizer.end_ids, **options), strict=False
-  ):
+  generated = diffeq_nnx.generate(run.model, ids, stop_ids=run.tokenizer.end_ids, **options)
+  for one, text, expected in zip(found, texts, generated):
     assert (one["prompt"], one["text"]) == (text, run.tokenizer.decode_within(expected))
     assert one["tokens"] == len(expected)
   assert "message 0 has no 'content'" in found[2]["error"] and "type str, not a list" in found[3]["error"]
@@ -106,21 +103,18 @@ def test_the_assistant_s_turn_follows_the_conversation_and_ends_where_the_templa
 
 
 @pytest.mark.parametrize(
-  "text,end,taught",
+  "turn,end,taught",
   [
-    ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>\n{% endfor %}", ("<|im_end|>",), True),
-    (
-      "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
-      ("<|im_end|>",),
-      False,
-    ),
-    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", (), False),
+    ("<|{{ m.role }}|>{{ m.content }}<|im_end|>\n", ("<|im_end|>",), True),
+    ("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>", ("<|im_end|>",), False),
+    ("{{ m.role }}: {{ m.content }}\n", (), False),
     ("{{ raise_exception('no') }}", (), True),
   ],
 )
-def test_the_end_of_a_turn_is_what_the_template_writes_after_it(text, end, taught):
+def test_the_end_of_a_turn_is_what_the_template_writes_after_it(turn, end, taught):
   """A model learns it where it counts; of a template that can't be asked nothing is said."""
-  assert (ChatTemplate(text).end_of_turn, ChatTemplate(text).teaches_end) == (end, taught)
+  template = ChatTemplate("{% for m in messages %}" + turn + "{% endfor %}")
+  assert (template.end_of_turn, template.teaches_end) == (end, taught)
 
 
 def test_a_run_without_a_template_and_one_that_refuses_are_told_in_a_line(talking, capsys):
@@ -152,9 +146,8 @@ def test_contexts_have_the_ids_that_transformers_gives_them_and_one_begin_mark(f
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     context = lm.apply_chat_template(messages)
     assert lm.tok_encode(context) == ids and ids.count(run.tokenizer.bos_id) == 1
-    before, whole = (
-      theirs(one, add_special_tokens=False)["input_ids"] for one in (context.rstrip(), f"{context}river")
-    )
+    texts = context.rstrip(), f"{context}river"
+    before, whole = (theirs(text, add_special_tokens=False)["input_ids"] for text in texts)
     requests, _ = scored(lm, (context, "river"))
     assert requests == [Request(tuple(before), tuple(whole[len(before) :]))]
 
@@ -180,9 +173,8 @@ def test_texts_of_a_chat_end_where_the_template_ends_turns_and_exports_name_the_
 
 def test_an_open_message_ends_the_text_as_in_transformers(tmp_path):
   theirs = transformers.AutoTokenizer.from_pretrained(byte_pairs(tmp_path, " ".join(WORDS)))
-  for content, trim in itertools.product(
-    ["The answer is", "The answer is ", " The answer\n", "a", " "], ["", "| trim"]
-  ):
+  contents = ["The answer is", "The answer is ", " The answer\n", "a", " "]
+  for content, trim in itertools.product(contents, ["", "| trim"]):
     text = CHAT.replace("one.content", f"one.content {trim}")
     messages = [*ASKED, {"role": "assistant", "content": content}]
     expected = theirs.apply_chat_template(messages, chat_template=text, tokenize=False, continue_final_message=True)

@@ -162,16 +162,14 @@ ASKED = {
 }
 
 
-def test_every_job_with_a_number_of_steps_is_asked_below():
-  taking = {name for name, job in jobs.JOBS.items() if "num_steps" in job.flags}
-  assert taking == set(ASKED) | {"rank_steps"}  # which stops at that number
-
-
 class Enough(Exception):
   """What comes after the warning would begin."""
 
 
-@pytest.mark.parametrize("job", ASKED)
+TAKING = {name for name, job in jobs.JOBS.items() if "num_steps" in job.flags}
+
+
+@pytest.mark.parametrize("job", sorted(TAKING - {"rank_steps"}))  # which stops at that number
 def test_each_job_warns_at_a_number_of_steps_that_was_never_trained(job, finished, tmp_path, capsys, monkeypatch):
   config, source = finished  # trained at 2 steps
   following, options = ASKED[job]

@@ -91,22 +91,16 @@ def test_llama_has_one_eps_and_the_difference_is_told(tmp_path):
 
 
 UNEVEN = {"weights": "stored", "step_sizes": (0.3, 1.7), "num_steps": 2}
+QWEN = {"field": "llama", "qkv_bias": True, "qk_norm": True, **PLAIN}
+FIVE_HEADS = {"field": "llama", "num_heads": 5, "num_kv_heads": 1, **PLAIN}
 
 
 # each kind of method, methods that use weights at several times of a step, and what no class of transformers holds
 @pytest.mark.parametrize(
   "note,form,changes",
   [
-    (
-      "has a shift in its norms, or both biases",
-      "hf",
-      {"field": "llama", "norm_shift": True, "qkv_bias": True, "qk_norm": True, "head_dim": 10, "rope": ROPE, **PLAIN},
-    ),
-    (
-      "a multiple of its number of heads",
-      "hf",
-      {"field": "llama", "num_heads": 5, "num_kv_heads": 1, "head_dim": 4, **PLAIN},
-    ),
+    ("has a shift in its norms, or both biases", "hf", {**QWEN, "norm_shift": True, "head_dim": 10, "rope": ROPE}),
+    ("a multiple of its number of heads", "hf", {**FIVE_HEADS, "head_dim": 4}),
     ("as requested", "hf_code", {"field": "gpt", "head_dim": 10, "tied_head": False, **PLAIN}),
     ("no architecture", "hf", {"field": "gpt", "solver": "rk4", **UNEVEN}),
     ("no architecture", "hf", {"field": "llama", "solver": "strang", "tied_head": True, **UNEVEN}),
@@ -252,9 +246,8 @@ def test_auto_tokenizer_gives_our_ids_and_marks(kind, model, tmp_path):
     assert marks["bos_token_id"] == ours.bos_id
     assert marks["eos_token_id"] == (ours.eos_id if len(ours.end_ids) == 1 else [*ours.end_ids])
   assert "diffeq_nnx" not in json.loads((out / "tokenizer.json").read_text())["model"]
-  again = data.load_tokenizer(
-    str(out / "tokenizer.model" if kind == "sentencepiece" else out), DataConfig(unknown_bytes=policy)
-  )
+  place = out / "tokenizer.model" if kind == "sentencepiece" else out
+  again = data.load_tokenizer(str(place), DataConfig(unknown_bytes=policy))
   assert (again.end_ids, again.bos_id, again.lossless) == (ours.end_ids, ours.bos_id, ours.lossless)
   assert again.encode("two  words\n").tolist() == ours.encode("two  words\n").tolist()
 
@@ -328,9 +321,8 @@ def test_stablehlo_runs_without_this_package(tmp_path):
   assert len(program.mlir_module_serialized) < 60_000  # the weights are not in it
   np.save(tmp_path / "tokens.npy", TOKENS_2x12)
   environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-  done = subprocess.run(
-    [sys.executable, "-c", ALONE, out], cwd=tmp_path, env=environment, capture_output=True, text=True
-  )
+  words = [sys.executable, "-c", ALONE, out]
+  done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
   ours = stored_logits(diffeq_nnx.discretize(model, 2))
   with np.load(tmp_path / "logits.npz") as theirs:
