@@ -42,10 +42,10 @@ def task_folder(tmp_path_factory):
   """The task files and their data: questions of 3 or 4 choices, texts, and prompts to be continued."""
   folder, rng = tmp_path_factory.mktemp("tasks"), np.random.default_rng(0)
   words = lambda least, most: " ".join(rng.choice(WORDS, rng.integers(least, most)))
+  choices = lambda count: [f"{words(1, 3)} {n}" for n in range(count)]
   records = {
     "questions": [
-      {"question": f"{words(1, 5)}?", "choices": [words(1, 3) + f" {n}" for n in range(3 + i % 2)], "gold": int(i % 3)}
-      for i in range(QUESTIONS)
+      {"question": f"{words(1, 5)}?", "choices": choices(3 + i % 2), "gold": i % 3} for i in range(QUESTIONS)
     ],
     "texts": [{"text": words(1, 40)} for _ in range(12)] + [{"text": "x"}],
     "prompts": [{"prompt": words(1, 6), "answer": "river"} for _ in range(10)],
@@ -64,10 +64,8 @@ def task_folder(tmp_path_factory):
 def random_model(field="gpt", **changes):
   """A small model with a byte a token, whose logits spread; its parameters come from NumPy, so nothing is compiled."""
   kv_heads = {"num_kv_heads": None} if field == "gpt" else {"norm_eps": 1e-6, "final_norm_eps": 1e-6}
-  config = small_model(
-    field=field, **{"num_steps": 2, "vocab_size": 257, "seq_len": 96, "solver": "sequential", **kv_heads, **changes}
-  )
-  return moved_instance(config, scale=0.15)
+  values = {"num_steps": 2, "vocab_size": 257, "seq_len": 96, "solver": "sequential", **kv_heads, **changes}
+  return moved_instance(small_model(field=field, **values), scale=0.15)
 
 
 def trees(count=12, longest=60, V=257, seed=0):

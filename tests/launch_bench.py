@@ -77,15 +77,8 @@ class Bench:
 
   def bash(self, *words: str, **changes: str) -> subprocess.CompletedProcess:
     """Runs bash with these words, in the home directory."""
-    return subprocess.run(
-      [BASH, *words],
-      env=self.environment(**changes),
-      cwd=self.home,
-      capture_output=True,
-      text=True,
-      timeout=60,
-      stdin=subprocess.DEVNULL,
-    )
+    place = {"cwd": self.home, "env": self.environment(**changes), "stdin": subprocess.DEVNULL}
+    return subprocess.run([BASH, *words], **place, capture_output=True, text=True, timeout=60)
 
   def script(self, name: str, *words: str, **changes: str) -> subprocess.CompletedProcess:
     """Runs a launcher of the small checkout."""

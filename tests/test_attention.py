@@ -54,14 +54,8 @@ ON_GPU = jax.default_backend() == "gpu"
 SAID_BY_OTHERS = {"tpu": {"head_96"}, "gpu": set(), "gpu_deterministic": {"gemma_head_256"}}
 if not ON_GPU:
   SAID_BY_OTHERS["gpu"] = {"odd_length"}
-  SAID_BY_OTHERS["gpu_deterministic"] |= {
-    "odd_length",
-    "whole_blocks_in_a_window_of_one",
-    "head_64_alone_not_causal",
-    "grouped_by_three_in_a_window",
-    "head_32_documents_not_causal",
-    "head_96",
-  }
+  own = {"one_position", "grouped_by_four_documents", "window_over_a_chunk_before", "head_80_soft_cap_and_scale"}
+  SAID_BY_OTHERS["gpu_deterministic"] |= {"odd_length", *FEATURES} - own
 
 
 def cases(names):

@@ -39,15 +39,7 @@ def cache(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def job(
-  cache,
-  workdir,
-  processes: int,
-  devices: int = 1,
-  more: tuple[str, ...] = (),
-  first=lambda process: "",
-  environment=lambda process: {},
-):
+def job(cache, workdir, processes, devices=1, more=(), first=lambda process: "", environment=lambda process: {}):
   """Processes that run together, none of them left behind; `first` is code that one runs before the main program."""
   arguments = [*SMALL, f"--config.data.cache_dir={cache}", f"--workdir={workdir}", *more]
   lines = local.commands(processes, local.free_port(), arguments)

@@ -27,10 +27,8 @@ from diffeq_nnx.runs import workdir as workdir_lib
 from launch import reference
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted(
-  path.relative_to(ROOT).as_posix()
-  for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "kernels" / "README.md"]
-)
+PLACES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "kernels" / "README.md"]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in PLACES)
 LANGUAGES = ("sh", "sh check", "python", "text", "text output")
 FENCED = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 PYTHONS = ("python", "python3", ".venv/bin/python")
@@ -127,16 +125,9 @@ class Project:
     self.printed: dict[tuple[str, ...], str] = {}  # by commands that were run
     self.log = folder / "log"
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "MPLBACKEND": "agg"}
+    words, pipes = [sys.executable, "-m", "tests.command_server"], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with open(self.log, "w", encoding="utf-8") as log:
-      self.process = subprocess.Popen(
-        [sys.executable, "-m", "tests.command_server"],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-      )
+      self.process = subprocess.Popen(words, cwd=folder, env=environment, **pipes, stderr=log, text=True)
 
   def ask(self, action: str, words: list[str]) -> str:
     """Has the process run a command or parse its flags, and returns what it prints."""
@@ -175,10 +166,9 @@ def project(tmp_path_factory):
     yield made
 
 
-LONG_PAGES = [
-  f"docs/{name}.md"
-  for name in ("every_depth", "evaluation", "exporting", "extending", "fewer_layers", "looking_inside")
-]
+LONG_PAGES = {
+  f"docs/{name}.md" for name in "every_depth evaluation exporting extending fewer_layers looking_inside".split()
+}
 LONG = pytest.mark.slow(reason="half a minute or more; the commands that they run have tests of their own")
 
 
@@ -362,11 +352,8 @@ def test_links_lead_somewhere(page):
     file = (ROOT / page).parent / path if path else ROOT / page
     assert file.exists(), f"{page}: {target}"
     if anchor:
-      headings = [
-        re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in file.read_text().splitlines()
-        if line.startswith("#")
-      ]
+      headings = [line.lstrip("# ").lower() for line in file.read_text().splitlines() if line.startswith("#")]
+      headings = [re.sub(r"[^\w\- ]", "", line).replace(" ", "-") for line in headings]
       assert anchor in headings, f"{page}: {target}"
   for name in re.findall(r"`((?:diffeq_nnx|launch|tests|configs|kernels|docs)/[\w./]+)`", text):
     assert (ROOT / name).exists(), f"{page}: {name}"

@@ -103,9 +103,7 @@ class SummedField(vector_fields.GPTField):
 
 
 @pytest.mark.parametrize("field,stored_so", [(vector_fields.GPTField, True), (SummedField, False)])
-def test_greedy_tokens_are_the_likeliest_and_kernels_that_are_only_multiplied_by_are_output_first(
-  field, stored_so, monkeypatch
-):
+def test_greedy_tokens_are_the_likeliest_and_kernels_of_plain_products_are_output_first(field, stored_so, monkeypatch):
   monkeypatch.setitem(vector_fields.FIELDS, "gpt", field)
   model = make(small_model(num_steps=1))
   decoder = diffeq_nnx.Decoder(model)
@@ -181,9 +179,8 @@ def test_a_row_that_has_ended_goes_to_the_next_prompt_and_no_text_changes(decode
     """(number, why it ended, ids) of the texts of these prompts, as they end."""
     ids = [[] for _ in numbers]
     take = lambda n, token: "mark" if token == 1 else ids[n].append(token)
-    found = batching.continue_prompts(
-      decoder, [prompts[n] for n in numbers], GenerationOptions(**more, **options), take, row_numbers=numbers
-    )
+    asked, how = [prompts[n] for n in numbers], GenerationOptions(**more, **options)
+    found = batching.continue_prompts(decoder, asked, how, take, row_numbers=numbers)
     return [(numbers[n], reason, ids[n]) for n, reason in found]
 
   alone = [ended_texts([n])[0] for n in range(12)]  # each with the random numbers that it has among the others

@@ -189,10 +189,8 @@ def test_the_job_s_command_line_with_two_processes_of_two_devices_agrees_with_on
   assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]
   (line,) = running[0].out.splitlines()
   assert json.loads(line)["acc"] and running[1].out == ""
-  (alone, text), (by_two, text_by_two) = (
-    [json.loads((folder / name).read_text()) for name in ("results_0shot.json", "perplexity.json")]
-    for folder in (measured, run[1] / "by_two")
-  )
+  read = lambda folder: [json.loads((folder / f"{name}.json").read_text()) for name in ("results_0shot", "perplexity")]
+  (alone, text), (by_two, text_by_two) = read(measured), read(run[1] / "by_two")
   assert np.isclose(text_by_two["nats"], text["nats"], rtol=1e-6)
   assert text_by_two["tokens"] == text["tokens"] > 6
   assert (by_two["config"]["processes"], by_two["config"]["devices"]) == (2, 4)

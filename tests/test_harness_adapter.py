@@ -35,16 +35,10 @@ def lm(model):
   return DiffEqLM(model=model, tokenizer=ByteTokenizer())
 
 
-def evaluated(lm, folder, *names, **more):
+def evaluated(lm, folder, *names):
   """lm_eval's results on the local tasks."""
-  return lm_eval.simple_evaluate(
-    model=lm,
-    tasks=list(names),
-    bootstrap_iters=0,
-    verbosity=None,
-    task_manager=tasks.TaskManager(include_path=str(folder), include_defaults=False),
-    **more,
-  )
+  manager = tasks.TaskManager(include_path=str(folder), include_defaults=False)
+  return lm_eval.simple_evaluate(lm, tasks=list(names), task_manager=manager, bootstrap_iters=0, verbosity=None)
 
 
 def responses(results, name):
@@ -148,9 +142,8 @@ def test_texts_are_sampled_as_tasks_ask(model, lm):
   assert generated(one, plain) == generated(one, {**plain, "do_sample": True}) == [greedy]  # no temperature: greedy
   four = generated(one, sampled, 4)
   assert len(set(four)) == 4 and four == generated(lm, sampled, 4)  # whatever shares a batch
-  mixed = instances(
-    "generate_until", ("a longer prompt", plain), *[("river", sampled)] * 2, ("river", plain), *[("river", sampled)] * 2
-  )
+  two = [("river", sampled)] * 2
+  mixed = instances("generate_until", ("a longer prompt", plain), *two, ("river", plain), *two)
   texts = one.generate_until(mixed, disable_tqdm=True)
   assert texts[1:3] + texts[4:] == four and texts[3] == greedy  # whatever the order
   assert generated(make_lm(batch_size=1, seed=1), sampled, 4) != four

@@ -1,5 +1,6 @@
 """The programs in launch/ on small sizes: what they print, not how fast they are."""
 
+import itertools
 import json
 import math
 import os
@@ -62,9 +63,8 @@ def test_benchmark_attention_prints_what_this_backend_can_do(capsys):
   benchmark_attention.main(["--shapes=odd_length", "--batch=1", "--rounds=1"])
   lines = capsys.readouterr().out.splitlines()
   rows = read_table([line for line in lines if line.startswith("| odd_length")])
-  assert {(row[1], row[2]) for row in rows} == {
-    (way, who) for way in ("forward", "forward+backward") for who in ("reference", "xla")
-  }
+  ways = itertools.product(("forward", "forward+backward"), ("reference", "xla"))
+  assert {(row[1], row[2]) for row in rows} == {*ways}
   assert all(float(row[3]) > 0 and float(row[4]) > 0 and row[5].endswith("%") for row in rows)
 
 
@@ -169,9 +169,9 @@ def test_compare_moves_the_rates_until_the_best_lies_between_two_worse_ones(tmp_
   monkeypatch.setattr(compare, "loss_at", lambda args, preset, rate, seed: abs(math.log2(rate)) + seed)
   arguments = ["--config=configs/tiny.py", "--presets=gpt", "--seeds=0,2", f"--workdir={tmp_path}", "--bracket"]
   compare.main([*arguments, "--rates=8,4"])
-  row = [cell.strip() for cell in capsys.readouterr().out.strip().splitlines()[-1].split("|")]
-  assert row[2:4] == ["1", "1.0000 ± 1.0000"]
-  assert row[6] == "0.5: 1.0000, 1: 0.0000, 2: 1.0000, 4: 2.0000, 8: 3.0000"
+  (row,) = read_table(capsys.readouterr().out.splitlines()[-1:])
+  assert row[1:3] == ["1", "1.0000 ± 1.0000"]
+  assert row[5] == "0.5: 1.0000, 1: 0.0000, 2: 1.0000, 4: 2.0000, 8: 3.0000"
   monkeypatch.setattr(compare, "loss_at", lambda args, preset, rate, seed: rate)
   assert "--bracket: of 12 rates" in told(lambda: compare.main([*arguments, "--rates=8,4"]))
 
@@ -201,9 +201,8 @@ def test_finetune_depths_trains_once_and_prints_a_row_a_number_of_steps(finished
   assert steps == "3" and 0 < float(before) < 10 and 0 < float(after) < 10
   with pytest.raises(UserError, match="lora_3_.* was trained with other settings"):
     finetune_depths.main([*arguments, "--set=optimizer.peak_rate=0.5"])
-  monkeypatch.setattr(
-    finetune_depths, "tune", lambda _, source, preset, count: (count, count + (preset == "full"), 0.5)
-  )
+  tune = lambda _, source, preset, count: (count, count + (preset == "full"), 0.5)
+  monkeypatch.setattr(finetune_depths, "tune", tune)
   finetune_depths.main([*arguments, "--presets=full,lora", "--steps=3,4"])
   rows = read_table(capsys.readouterr().out.splitlines()[2:])
   assert [[float(cell) for cell in row] for row in rows] == [[n, n, n + 1, 0.5, n, 0.5] for n in (3, 4)]

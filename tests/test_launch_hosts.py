@@ -129,9 +129,8 @@ def test_a_bucket_needs_no_volume_and_spot_nodes_are_asked_for_on_all_hosts(benc
   assert "volumes" not in pod and "volumeMounts" not in pod["containers"][0]
   assert pod["containers"][0]["args"] == program
   assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true" and len(pod["nodeSelector"]) == 3
-  assert pod["tolerations"] == [
-    {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-  ]
+  spot = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+  assert pod["tolerations"] == [spot]
 
 
 def test_a_pod_that_was_told_to_go_fails_so_that_the_job_resumes(bench):
@@ -153,9 +152,7 @@ def test_a_pod_that_was_told_to_go_fails_so_that_the_job_resumes(bench):
 @pytest.mark.parametrize(
   "sent,code,requeued", [(signal.SIGUSR1, 0, True), (signal.SIGUSR1, 1, False), (signal.SIGTERM, 0, False)]
 )
-def test_a_slurm_job_ends_with_the_code_of_its_tasks_and_only_the_time_limit_queues_it_again(
-  sent, code, requeued, bench
-):
+def test_a_slurm_job_has_the_code_of_its_tasks_and_only_the_time_limit_requeues_it(sent, code, requeued, bench):
   assert bench.script("slurm.sbatch", *PROGRAM, SLURM_JOB_ID="7", CODE=str(code)).returncode == code
   assert [call[0] for call in bench.calls()] == ["srun"]
   write_tool(bench.bin / "srun", WAITER)
@@ -167,12 +164,9 @@ kill -TERM "$(cat "$HOME/waiter.pid")"
 exec "$HOME/scancel" "$@"
 """,
   )
-  process = subprocess.Popen(
-    [BASH, bench.repo / "launch" / "slurm.sbatch", *PROGRAM],
-    stdout=subprocess.PIPE,
-    text=True,
-    env=bench.environment(SLURM_JOB_ID="7", CODE=str(code)),
-  )
+  words = [BASH, bench.repo / "launch" / "slurm.sbatch", *PROGRAM]
+  environment = bench.environment(SLURM_JOB_ID="7", CODE=str(code))
+  process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
   task = bench.waiter()
   process.send_signal(sent)
   if sent == signal.SIGTERM:  # Slurm sends it to the tasks itself

@@ -65,10 +65,7 @@ CASES = {
     ([*FIRST, "SUSPENDING", "SUSPENDED", *FIRST, *SILENT, *FIRST, "ACTIVE", ENDED], ""),
     (0, 2, ONCE * 3, ENDS, ""),
   ),
-  "an error in the command": (
-    ([*FIRST, "ACTIVE", MISTAKE], ""),
-    (2, 0, ONCE, "", "error: exit code 2: an error in the command\n"),
-  ),
+  "an error in the command": (([*FIRST, "ACTIVE", MISTAKE], ""), (2, 0, ONCE, "", ": an error in the command\n")),
   "the program fails": (
     ([*FIRST, "ACTIVE", FAILURES[0], "ACTIVE", FAILURES[1], "ACTIVE", FAILURES[2]], ""),
     (1, 2, [*CREATE, *START * 3, "delete"], "", FAILED),

@@ -83,9 +83,8 @@ def test_windows_hold_the_targets_of_the_text_and_keep_documents_apart(tmp_path)
     assert not mask[np.isin(np.arange(at + 1, at + 17), starts)].any()  # nothing in a document tells its first token
     positions = np.arange(at, at + 16) - np.maximum(starts[documents], at)
     ids = read_ids(row)
-    wanted.append(
-      [ids[:-1].tolist(), ids[1:].tolist(), mask.tolist(), (documents - documents[0]).tolist(), positions.tolist()]
-    )
+    arrays = ids[:-1], ids[1:], mask, documents - documents[0], positions
+    wanted.append([array.tolist() for array in arrays])
   found = [[batches[number][name][0].tolist() for name in names] for number in range(len(wanted))]
   assert sorted(found) == sorted(wanted)
   dtypes = [batches[0][name].dtype.name for name in names]

@@ -95,9 +95,7 @@ PACKING = {
 
 
 @pytest.mark.parametrize("field,solver,weights", [("gpt", "sequential", "stored"), ("llama", "euler", "generated")])
-def test_a_token_changes_what_follows_in_its_document_which_has_the_logits_that_it_has_alone(
-  field, solver, weights, x64
-):
+def test_a_token_changes_what_follows_in_its_document_whose_logits_are_those_alone(field, solver, weights, x64):
   """Where documents are not apart, all that follows in the row."""
   model = moved_instance(small_model(field=field, solver=solver, weights=weights, dtype="float64"), seed=1)
   tokens_1x12 = np.random.default_rng(1).integers(30, size=(1, 12))

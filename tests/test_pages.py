@@ -54,12 +54,8 @@ def make_items() -> dict[str, Chart | ColoredText]:
 
 
 ITEMS = make_items()
-TABLE = Table(
-  "Table",
-  "Below.",
-  ["name", "value"] + [f"a column {index}" for index in range(20)],
-  [["<b>bold</b>", "1.5 %", *["0.25"] * 20], ["plain", "-2", *["1e-3"] * 20]],
-)
+ROWS = [["<b>bold</b>", "1.5 %", *["0.25"] * 20], ["plain", "-2", *["1e-3"] * 20]]
+TABLE = Table("Table", "Below.", ["name", "value", *(f"a column {index}" for index in range(20))], ROWS)
 
 
 def test_thinned_points_are_given_ones_with_all_extremes_evenly_over_y():
@@ -116,12 +112,9 @@ def test_boxes_of_tokens_hold_all_text_and_do_not_overlap():
 def path(tmp_path_factory):
   path = str(tmp_path_factory.mktemp("pages") / "page.html")
   points, lines, cells, text, plain = ITEMS.values()
-  page.write_page(
-    path,
-    "Title & <b>",
-    [("name", "value <i>")],
-    [("First </h2>", "One <b>.", [lines, points]), ("Second", "", [cells, TABLE]), ("Third", "Texts.", [text, plain])],
-  )
+  sections = [("First </h2>", "One <b>.", [lines, points]), ("Second", "", [cells, TABLE])]
+  sections.append(("Third", "Texts.", [text, plain]))
+  page.write_page(path, "Title & <b>", [("name", "value <i>")], sections)
   return path
 
 

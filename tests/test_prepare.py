@@ -60,9 +60,7 @@ def test_validation_may_be_text_that_is_also_trained_on(text, tmp_path):
   assert documents_of(corpus.train.splits[0], corpus.tokenizer) == text[1]
 
 
-def test_processes_and_the_name_of_the_directory_change_no_byte_and_bad_records_are_named_or_counted(
-  text, tmp_path, monkeypatch, caplog
-):
+def test_processes_and_names_change_no_byte_and_bad_records_are_told_or_counted(text, tmp_path, monkeypatch, caplog):
   monkeypatch.setattr(workers, "PATIENCE", 0)
   shutil.copytree(text[0], tmp_path / "text")
   with open(tmp_path / "text" / "b.jsonl", "ab") as file:

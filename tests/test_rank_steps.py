@@ -224,9 +224,7 @@ def test_mistakes_of_the_job_are_one_line_and_the_run_stays(begun, tmp_path):
 # training
 
 
-def test_fine_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(
-  begun, ranked, tmp_path, monkeypatch, capsys
-):
+def test_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(begun, ranked, tmp_path, monkeypatch, capsys):
   model = dict(seq_len=2 * begun[0].model.seq_len)  # becomes that of the run
   train, optimizer = dict(step_counts=(2, 4, 5), self_distillation=True), dict(name="muon_weights")
   config = change(begun[0], model=model, train=train, optimizer=optimizer)

@@ -81,9 +81,7 @@ def test_logits_and_greedy_text_equal_those_of_transformers(imported, transforme
     assert text.text == tokenizer.decode(made.tolist(), skip_special_tokens=True)
 
 
-def test_perplexity_is_that_of_transformers_and_stays_when_weights_become_functions_of_time(
-  imported, transformers_model, tmp_path
-):
+def test_perplexity_is_that_of_transformers_and_stays_when_made_continuous(imported, transformers_model, tmp_path):
   (tmp_path / "page.txt").write_text(PAGE)
   settings = [f"{key}=text:{tmp_path}/page.txt" for key in ("data.source", "data.validation")]
   settings += [f"data.cache_dir={tmp_path}/cache", "eval.batch_size=4"]

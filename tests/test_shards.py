@@ -57,9 +57,8 @@ def model():
 
 def test_damage_to_a_directory_is_one_line(prepared, model, tmp_path):
   directory = tmp_path / "shards"
-  first, manifest, tokenizer = (
-    directory / name for name in (shard_file(prepared, "train", 0).name, "manifest.json", "tokenizer.json")
-  )
+  names = shard_file(prepared, "train", 0).name, "manifest.json", "tokenizer.json"
+  first, manifest, tokenizer = (directory / name for name in names)
   for damage, part in (
     (first.unlink, ".tokens is not there"),
     (lambda: os.truncate(first, 700), ".tokens has 700 bytes, expected"),
@@ -163,17 +162,16 @@ def test_a_mixture_validates_on_all_of_it_or_on_what_is_named(sources):
   expected = np.concatenate([one.validation.tokens[:] for one in alone])
   np.testing.assert_array_equal(corpus.validation.tokens[:], expected)
   assert corpus.validation.num_documents == sum(one.validation.num_documents for one in alone)
-  read = lambda split, most: [
-    one["inputs"].tolist() for one in data.eval_batches(split, seq_len=8, batch_size=2, max_batches=most)
-  ]
+  batches = lambda split, most: data.eval_batches(split, seq_len=8, batch_size=2, max_batches=most)
+  read = lambda *arguments: [batch["inputs"].tolist() for batch in batches(*arguments)]
   for split, joined in ((corpus.validation, True), (alone[0].validation, False)):
     every = read(split, None)
     assert read(split, 2) == [every[place] for place in ((len(every) // 4, 3 * len(every) // 4) if joined else (0, 1))]
   named = mixture_of(sources, 1, 1, validation=f"shards:{sources}/b")
   np.testing.assert_array_equal(named.validation.tokens[:], alone[1].validation.tokens[:])
-  assert corpus.train.bytes_per_token == pytest.approx(
-    np.mean([one.train.splits[0].num_bytes / len(one.train.splits[0].tokens) for one in alone])
-  )
+  splits = [one.train.splits[0] for one in alone]
+  expected = np.mean([split.num_bytes / len(split.tokens) for split in splits])
+  assert corpus.train.bytes_per_token == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

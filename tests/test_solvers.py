@@ -243,15 +243,12 @@ def test_undoing_all_steps_gives_the_carries_before_them(optimizations):
   block = vector_fields.BoundField(model.field, dropout=vector_fields.Dropout(0.2, jnp.arange(2)))
   uneven = grids.uneven_grid(np.random.default_rng(0).uniform(0.3, 1.7, 48).tolist())
   waves = GridWeights(0.05 * weight(uneven.times((0.5,)).times_U), uneven)
-  for dtype, field, weights, most in (
-    ("bfloat16", block, weights_of(model), 1e-4),
-    ("float32", WavesWithDropout(), waves, 1e-7),
-  ):
+  cases = ("bfloat16", block, weights_of(model), 1e-4), ("float32", WavesWithDropout(), waves, 1e-7)
+  for dtype, field, weights, most in cases:
     x = jnp.asarray(0.02 * state("float32"), dtype)
     links = jax.jit(functools.partial(integration.links_of, SOLVERS["leapfrog"], dtype=x.dtype, key=QUICK_KEY))(weights)
-    step, back = (
-      integration.advance_of(SOLVERS["leapfrog"], weights.grid, backwards=backwards) for backwards in (False, True)
-    )
+    advance = functools.partial(integration.advance_of, SOLVERS["leapfrog"], weights.grid)
+    step, back = advance(backwards=False), advance(backwards=True)
 
     @jax.jit
     def there_and_back(carry, field=field, links=links, step=step, back=back):
