@@ -21,6 +21,7 @@ from diffeq_nnx.model.parameters import graph
 from diffeq_nnx.runs import checkpoint
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
+from diffeq_nnx.training.loop import train
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import all_params, init_state, make_train_step
 from tests.conftest import change, perturb, random_batch, run_config, small_config, small_model, told, weights_of
