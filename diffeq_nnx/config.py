@@ -313,13 +313,18 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   """Loads the experiment of a config file, `PATH.py` or `PATH.py:ARGUMENT`, with `key=value` settings on top.
 
   Raises:
-    UserError: no such file, or what `from_dict` raises.
+    UserError: no such file, one that raises something, or what `from_dict` raises.
   """
   path, argument = (name, "") if os.path.isfile(name) or ":" not in name else name.rsplit(":", 1)
   if not os.path.isfile(path):
     raise UserError(f"--config={name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
-  get_config = runpy.run_path(path)["get_config"]
-  return _from_dict_with(get_config(argument).to_dict(), settings)
+  try:
+    made = runpy.run_path(path)["get_config"](argument).to_dict()
+  except UserError:
+    raise
+  except Exception as error:
+    raise UserError(f"--config={name}: can't be used ({type(error).__name__}: {error}); correct the file") from error
+  return _from_dict_with(made, settings)
 
 
 def apply_settings(config: Config, settings: Sequence[str]) -> Config:

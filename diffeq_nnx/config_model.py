@@ -32,6 +32,9 @@ class TimeConfig(Section, prefix="model.time."):
     return math.pi * self.sinusoidal_dim if self.embedding == "uniform" else self.scale
 
 
+FAMILIES: dict[str, str] = {}  # the field of this package, gpt or llama, that a registered one inherits
+
+
 @dataclasses.dataclass(frozen=True)
 class LoraConfig(Section, prefix="model.lora."):
   """Low-rank adapters on stored weights (Hu et al. 2021): a kernel is W + alpha / rank A B, and only A and B learn."""
@@ -134,14 +137,19 @@ class ModelConfig(Section, prefix="model."):
     return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
 
   @property
+  def family(self) -> str:
+    """The field of this package whose rules hold: the field itself, or what a registered one inherits, if anything."""
+    return FAMILIES.get(self.field, self.field)
+
+  @property
   def block_eps(self) -> float:
     """eps of the block's norms, the default filled in."""
-    return {"llama": 1e-6}.get(self.field, 1e-5) if self.norm_eps is None else self.norm_eps
+    return {"llama": 1e-6}.get(self.family, 1e-5) if self.norm_eps is None else self.norm_eps
 
   @property
   def block_shift(self) -> bool:
     """Whether the block's norms have a shift, the default filled in."""
-    by_default = self.field == "gpt" or self.initialization == "published"
+    by_default = self.family == "gpt" or self.initialization == "published"
     return by_default if self.norm_shift is None else self.norm_shift
 
   @property
@@ -160,17 +168,17 @@ class ModelConfig(Section, prefix="model."):
     if self.head_dim is None:
       check_divides("model.num_heads", self.num_heads, "model.embed_dim", self.embed_dim)
     check_divides("model.num_kv_heads", self.kv_heads, "model.num_heads", self.num_heads)
-    if self.field == "llama" and self.head_size % 2:
+    if self.family == "llama" and self.head_size % 2:
       raise UserError(
         f"model.num_heads={self.num_heads}: a llama head must have an even width to be rotated, "
         f"not {self.head_size}; change model.num_heads or model.embed_dim={self.embed_dim}, or set model.head_dim"
       )
     for key in ("qkv_bias", "qk_norm"):
-      if self.field == "gpt" and getattr(self, key):
+      if self.family == "gpt" and getattr(self, key):
         raise UserError(f"model.{key}=True: is a choice for llama's block; set it to False, or set model.field=llama")
-    if self.field == "gpt" and self.norm_shift is False:
+    if self.family == "gpt" and self.norm_shift is False:
       raise UserError("model.norm_shift=False: gpt's norms have a shift; leave it at None, or set model.field=llama")
-    if self.field == "gpt" and self.rope != RopeConfig():
+    if self.family == "gpt" and self.rope != RopeConfig():
       raise UserError("model.rope: gpt's positions are learned; leave these keys out, or set model.field=llama")
     if self.rope.low_freq_factor >= self.rope.high_freq_factor:
       raise UserError(

@@ -104,7 +104,7 @@ def run(argv: list[str]) -> None:
     raise UserError(f"{argv[1]}: not a flag; flags are written --name=value")
   name = ALIASES.get(JOB.value, JOB.value)
   job = JOBS[name]
-  config = None if CONFIG.value is None else _read_config(CONFIG.value)
+  config = None if CONFIG.value is None else config_lib.load(CONFIG.value, SETTINGS.value)
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
@@ -123,8 +123,11 @@ def run(argv: list[str]) -> None:
   from diffeq_nnx.jobs.deriving import start_from  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.parallel import distributed
   from diffeq_nnx.parallel.console import say
+  from diffeq_nnx.runs import workdir as workdir_lib
   from diffeq_nnx.runs.run import Run
 
+  if job.config == "run" and workdir_lib.is_derived(WORKDIR.value):
+    config = None  # the file, if there is one, has registered its parts, and the run's model is another than its own
   known = None  # the validation text of the run that a new one is made from
   if config is None:
     from_source = job.config == "source" or job.config == "file_or_source" and not holds_run
@@ -143,16 +146,6 @@ def run(argv: list[str]) -> None:
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)
   distributed.finish()
-
-
-def _read_config(name: str) -> config_lib.Config:
-  """The config of a file with `SETTINGS`; what the file raises is reported in one line."""
-  try:
-    return config_lib.load(name, SETTINGS.value)
-  except UserError:
-    raise
-  except Exception as error:
-    raise UserError(f"--config={name}: can't be used ({type(error).__name__}: {error}); correct the file") from error
 
 
 def _options(name: str) -> dict[str, Any]:

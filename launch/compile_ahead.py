@@ -43,11 +43,13 @@ import jax
 from jax.experimental import topologies
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.trained import find_costliest, list_computed
 from diffeq_nnx.errors import UserError, first_line
 from diffeq_nnx.kernels.attention import dispatch
 from diffeq_nnx.parallel import sharding
+from diffeq_nnx.runs.run import require_float64
 from diffeq_nnx.training import flops
 from diffeq_nnx.training.step import abstract_batch, abstract_state, make_train_step, num_microbatches
 from launch import gpus, programs
@@ -104,8 +106,10 @@ def devices_of(topology: str, num_slices: int = 1) -> list:
   """The devices of a topology of GPUs, or of all slices of one of TPUs, e.g. v5p:2x2x2.
 
   Raises:
-    UserError: no such topology, a version that `CHIPS` lacks, or no compiler for it.
+    UserError: no such topology, a version that `CHIPS` lacks, no compiler for it, or no slice.
   """
+  if num_slices < 1:
+    raise UserError(f"--num-slices={num_slices}: must be 1 or above")
   if gpus.is_gpu(topology):
     if num_slices > 1:
       raise UserError(f"--topology={topology}: slices are for TPUs; for nodes write h100:2x8")
@@ -125,10 +129,12 @@ def devices_of(topology: str, num_slices: int = 1) -> list:
 
 def attention_for(config: Config, platform: str) -> str:
   """The implementation of attention that compiles without the device; on GPUs our kernel also in place of cuDNN."""
-  if platform == "tpu":
-    return config.model.attention if config.model.attention in ("reference", "cudnn") else "pallas_tpu"
-  if config.model.attention == "reference":
+  if config.model.attention == "reference" or config.model.dtype == "float64":
     return "reference"
+  if platform == "tpu":
+    if config.model.attention == "cudnn":
+      raise UserError("model.attention=cudnn: is for GPUs; set it to auto")
+    return "pallas_tpu"
   kernel = "pallas_gpu_deterministic" if config.model.attention == "pallas_deterministic" else "pallas_gpu"
   try:
     return dispatch.choose(kernel, dtype=jax.numpy.dtype(config.model.dtype), head_dim=config.model.head_size)[0]
@@ -140,10 +146,11 @@ def mesh_over(config: Config, topology: str, num_slices: int) -> jax.sharding.Me
   """The config's mesh over the devices of a topology.
 
   Raises:
-    UserError: as `devices_of`, a batch or model that can't be split over them, or a teacher.
+    UserError: as `devices_of`, a batch or model that can't be split over them, a teacher, or float64 without JAX's.
   """
   if config.train.teacher is not None:
     raise UserError("train.teacher: a teacher is not compiled here; set it to None, and leave room for its weights")
+  require_float64(config.model)
   mesh = sharding.make_mesh(config.mesh, devices_of(topology, num_slices))
   sharding.check(config, mesh)
   return mesh
@@ -330,6 +337,9 @@ def main(argv: list[str] | None = None) -> int:
   if on_gpus and args.profile:
     raise UserError(f"--topology={args.topology}: profiles are for TPUs")
   config = config_lib.load(args.config, args.set)
+  if args.save_hlo:
+    with files.writing(f"--save-hlo={args.save_hlo}", "name another file"):
+      open(args.save_hlo, "w").close()  # before a compilation of minutes
   mesh = mesh_over(config, args.topology, args.num_slices)
   slices = "" if on_gpus else f"{args.num_slices} x "
   print(

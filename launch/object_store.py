@@ -184,7 +184,11 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--delay", type=float, default=0.0, help="seconds that every request waits")
   args = parser.parse_args(argv)
   signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which ends the server too
-  with ObjectStore(args.port, args.kind, args.delay) as store, contextlib.suppress(KeyboardInterrupt):
+  try:
+    store = ObjectStore(args.port, args.kind, args.delay)
+  except OSError as error:
+    raise SystemExit(f"error: --port={args.port}: {error.strerror}; name another port") from error
+  with store, contextlib.suppress(KeyboardInterrupt):
     print("export " + " ".join(f"{name}={value}" for name, value in store.environment.items()), flush=True)
     threading.Event().wait()
 

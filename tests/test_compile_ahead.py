@@ -170,7 +170,7 @@ def test_the_fastest_choice_that_leaves_memory_is_named(monkeypatch, capsys):
   assert step_choices.main([*arguments, "--sequences=2,3,4"]) == 0  # 3 doesn't divide the 4 sequences of a device
   rows = capsys.readouterr().out.splitlines()
   assert rows[-1] == "fastest: --config.train.remat=full --config.train.device_batch_size=4" and len(rows) == 2 + 4 + 1
-  assert "none divides the 4 sequences" in told(lambda: step_choices.main([*arguments, "--sequences=3"]))
+  assert "none divides the 4 sequences" in told(lambda: step_choices.main([*arguments, "--sequences=3,0"]))
   made["full", 2] = made["full", 4] = None
   assert step_choices.main([*arguments, "--sequences=2,4"]) == 1  # 15.5 of 15.75 GiB is too close
 
@@ -182,6 +182,10 @@ def test_the_fastest_choice_that_leaves_memory_is_named(monkeypatch, capsys):
     (["--topology=v9:2x2"], "--topology=v9:2x2: "),
     (["--topology=v5e:2x2", "--set=train.batch_size=6"], "must be a multiple of the 4 devices"),
     (["--topology=v5e:2x2", "--set=train.teacher=x"], "train.teacher: a teacher is not compiled here"),
+    (["--topology=v5e:2x2", "--set=model.attention=cudnn"], "model.attention=cudnn: is for GPUs"),
+    (["--topology=v5e:2x2", "--set=model.dtype=float64"], "JAX_ENABLE_X64=1"),
+    (["--topology=v5e:2x2", "--num-slices=0"], "--num-slices=0: must be 1 or above"),
+    (["--topology=v5e:2x2", "--save-hlo=/none/step.txt"], "--save-hlo=/none/step.txt: can't be written"),
     (["--topology=h200:2x2x2"], "write VERSION:GPUS or VERSION:NODESxGPUS"),
     (["--topology=h100:8", "--profile"], "are for TPUs"),
     (["--topology=h100:8"], "needs jax 0.11.2 or later, with Python 3.12, and the wheels jax-cuda13-plugin"),

@@ -209,4 +209,5 @@ def test_finetune_depths_trains_once_and_prints_a_row_a_number_of_steps(finished
 
 
 def test_a_result_is_computed_once_and_kept_in_a_folder_that_need_not_be_there(tmp_path):
-  assert [tables.remember(f"{tmp_path}/new/one.json", lambda value=value: value) for value in (1, 2)] == [1, 1]
+  for folder in (f"{tmp_path}/new", "memory://new"):
+    assert [tables.remember(f"{folder}/one.json", lambda value=value: value) for value in (1, 2)] == [1, 1]

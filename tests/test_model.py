@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffeq_nnx.config import Config
+from diffeq_nnx.config_fields import list_fields
 from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.cpu_kernels import SmallerFirst
 from diffeq_nnx.model.model import Model
@@ -179,6 +181,17 @@ def test_arguments_and_grids_that_cannot_be_are_told():
     (lambda: grids.Grid((0.0, 1.0), (-1.0,)), "sizes=(-1.0,): must be 0 or above"),
   ):
     assert part in told(call, ValueError)
+
+
+def test_a_registered_block_has_the_rules_and_defaults_of_the_one_it_inherits():
+  choices = list_fields(Config)["model.field"].metadata["choices"]
+  try:
+    vector_fields.register("mine", type("Mine", (vector_fields.LlamaField,), {}))
+    assert small_model(field="mine").block_eps == small_model(field="llama").block_eps != small_model().block_eps
+    line = told(lambda: small_model(field="mine", embed_dim=36, num_heads=4, num_kv_heads=4))
+    assert "must have an even width to be rotated" in line
+  finally:
+    choices.remove("mine")
 
 
 def test_bfloat16_computes_near_float32():

@@ -30,7 +30,7 @@ from diffeq_nnx.training.evaluate import Evaluator
 from diffeq_nnx.training.loop import load_corpus, train
 from diffeq_nnx.training.optimizer import schedule
 from diffeq_nnx.training.report import Reporter, read_metrics
-from tests.conftest import change, told
+from tests.conftest import change, run_command, told
 from tests.test_resume import kept, run  # noqa: F401
 
 WANDB = "rivers" if importlib.util.find_spec("wandb") else None
@@ -151,7 +151,7 @@ def test_the_rest_of_a_run_may_be_deleted(finished, tmp_path, capsys):
   assert "continuing from the checkpoint of step 20" in capsys.readouterr().err
 
 
-def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
+def test_a_discretized_run_is_a_run(finished, tmp_path, capsys, monkeypatch):
   """Of uneven steps, with the loss that evaluate finds with no config named."""
   config, workdir = finished
   new = str(tmp_path / "new")
@@ -164,6 +164,10 @@ def test_a_discretized_run_is_a_run(finished, tmp_path, capsys):
   stored = Run.open(new).started
   assert (stored.model.weights, stored.model.step_sizes) == ("stored", (0.5, 0.5, 1.0))
   assert jobs.run("evaluate", stored, new)["loss"] == result["after"]["loss"]
+  monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)  # a device was used already
+  file = tmp_path / "parts.py"  # with the config of the run that this one was made from; it registers a part
+  file.write_text("from diffeq_nnx import config\nget_config = lambda choice: config.default()\n")
+  assert run_command("--job=evaluate", f"--config={file}", f"--workdir={new}") == 0
   shutil.copytree(workdir, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
   for to, source, part in (
     ("new", workdir, "holds a run already"),

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.config_model import FAMILIES
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.attention_context import AttentionContext, Packing, rotate_heads
 from diffeq_nnx.model.cpu_kernels import OutputFirst
@@ -316,6 +317,8 @@ def register(name: str, field: type[GPTField] | type[LlamaField]) -> None:
   if FIELDS.setdefault(name, field) is not field:
     raise UserError(f"{name}: is the name of a vector field already; register it under another name")
   config_lib.add_choice("model.field", name)
+  if inherited := [own for own in ("gpt", "llama") if issubclass(field, FIELDS[own])]:
+    FAMILIES[name] = inherited[0]
 
 
 def only_multiplies(model: config_lib.ModelConfig) -> bool:

@@ -150,6 +150,8 @@ def main(argv: list[str] | None = None) -> None:
   config = config_lib.load(args.config, args.set)
   if config.model.field == "gpt" and args.slots > config.model.seq_len:
     raise UserError(f"--slots={args.slots}: the model has {config.model.seq_len} positions; give at most that many")
+  if len(args.draft) != 2 or any(args.draft) and not args.topology:
+    raise UserError("--draft: must be two numbers, of steps and of tokens, and is for --topology")
   if args.topology:
     print(f"{args.config}, rows of {args.slots} slots, estimated for one chip of {args.topology}\n")
     columns = ["prompts", "weights, MiB", "keys and values, MiB", "token, ms", "read once, ms", "products, ms"]

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
   found = {}
   print("| `train.remat` | `train.device_batch_size` | peak, GiB | step, s |\n| --- | --- | --- | --- |", flush=True)
   held = config.train.batch_size // sharding.num_shards("batch", mesh.shape)
-  divisors = [count for count in args.sequences if held % count == 0]
+  divisors = [count for count in args.sequences if count > 0 and held % count == 0]
   if not divisors:
     raise UserError(f"--sequences={','.join(map(str, args.sequences))}: none divides the {held} sequences of a device")
   for remat, sequences in itertools.product(args.remat, divisors):

@@ -26,8 +26,8 @@ from launch.programs import COMMA
 def remember(path: str, compute: Callable[[], Any]) -> Any:
   """The JSON value in a file; if the file is missing, `compute` is called and what it returns is written there."""
   path = files.absolute(path)
-  if not os.path.exists(path):
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+  if not files.exists(path):
+    files.make_folder(os.path.dirname(path))
     print(f"-- {os.path.basename(path).removesuffix('.json')}", flush=True)
     files.write_json(path, compute())
   return files.read_json(path)
