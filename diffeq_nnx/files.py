@@ -33,6 +33,7 @@ UPLOAD_SECONDS = 60.0  # how often `Growing` copies to a bucket
 TRANSFERS = 16  # at the same time
 LOCK = ".lock"  # in a local folder, the file that is locked while a process works there
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_PLACE = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError, FileNotFoundError)
 
 for _protocol in ("gcs", "s3", "abfs", "hf"):  # also for orbax: a kept listing hides what other processes change
@@ -82,7 +83,8 @@ def writing(place: str, advice: str, begun: bool = False) -> Iterator[None]:
       raise RunError(f"{problem}; {advice}") from error
     if isinstance(error, _OF_PLACE) or error.errno in (errno.EROFS, errno.ENAMETOOLONG):
       raise UserError(f"{problem}; {advice}") from error
-    raise RunError(f"{problem}; make room, and run the same command again") from error
+    cure = "make room, and run the same command again" if error.errno in _FULL else f"try again, or {advice}"
+    raise RunError(f"{problem}; {cure}") from error
 
 
 def check_url(path: str) -> None:
@@ -117,7 +119,9 @@ def _accessing(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
       raise
     if isinstance(error, FileNotFoundError):
       raise FileNotFoundError(errno.ENOENT, "no such bucket or object", path) from error
-    raise OSError(errno.EIO, f"{type(error).__name__}: {first_line(error, 300)}", path) from error
+    refused = isinstance(error, PermissionError) or "forbidden" in str(error).lower()  # gcsfs has no type for it
+    kind = errno.EACCES if refused else errno.EIO
+    raise OSError(kind, f"{type(error).__name__}: {first_line(error, 300)}", path) from error
 
 
 def exists(path: str) -> bool:

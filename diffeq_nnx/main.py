@@ -134,7 +134,10 @@ def run(argv: list[str]) -> None:
     flag = FROM_WORKDIR if from_source else WORKDIR
     config = job.prepared(Run.open(str(flag.value), flag=flag.name).started)
     known = config.data.validation if from_source else None
-    config = (start_from if from_source else config_lib.apply_settings)(config, SETTINGS.value)
+    # the job itself applies an order to the model that it is for
+    of_job = ("model.depth_order=",) if job.config == "file_or_source" else ()
+    settings = [setting for setting in SETTINGS.value if not setting.startswith(of_job)]
+    config = (start_from if from_source else config_lib.apply_settings)(config, settings)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all

@@ -87,8 +87,9 @@ def pytest_unconfigure():
       shutil.rmtree(os.environ[name], ignore_errors=True)
 
 
-# presets, as changes to a ModelConfig
+# every preset, as changes to a ModelConfig
 PRESETS = {
+  "parallel": {"weights": "stored"},
   "diffeq": {},
   "published": {"initialization": "published", "horizon": 1.0},
   "baseline": {"weights": "stored", "solver": "sequential"},

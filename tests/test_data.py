@@ -120,7 +120,9 @@ def test_the_second_load_reads_the_cache_and_a_damaged_one_is_made_anew(tmp_path
     assert list((tmp_path / "cache").iterdir()) == [directory], damaged
   corpus, (path,) = data.load(config, 320, 0), directory.glob("train*")
   path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])  # which its size does not tell
-  assert "run the same command again" in told(lambda: train_tokens(corpus), RunError)
+  other = data.load(config, 320, 0)  # of another process, which reads beside it
+  for one in (corpus, other, corpus):
+    assert "run the same command again" in told(lambda one=one: train_tokens(one), RunError)
   np.testing.assert_array_equal(train_tokens(data.load(config, 320, 0)), expected)
 
 

@@ -114,7 +114,7 @@ def test_a_run_is_fine_tuned_at_another_depth_and_needs_its_source_no_more(tuned
   assert "was not started from" in told(lambda: jobs.run("finetune", config, new, from_workdir=other))
   half = change(config, model=dict(dtype="bfloat16"))
   assert "model.dtype is 'float32' there" in told(lambda: jobs.run("finetune", half, new, from_workdir=source))
-  for key, value, part in (("begin_mark", True, "=True: is False"), ("end_token", "a", "keeps its marks")):
+  for key, value, part in (("begin_mark", True, "=True: is False"), ("end_token", "a", "is chosen by its tokenizer")):
     marked = change(config, data={key: value})
     assert part in told(lambda: jobs.run("finetune", marked, str(tmp_path / "marked"), from_workdir=source))
   uneven = {"from_workdir": source, "step_sizes": (0.5, 0.5, 1.0)}

@@ -253,10 +253,11 @@ def test_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(begun, ra
   assert first.started.model.depth_order == restricted(ranked[1]["depth_order"], 4)
   assert losses_of(whole) == losses_of(halves)
   equal(first.params, second.params)
-  asked, order = [], (3, 2, 1, 0)
+  asked, order, own = [], (3, 2, 1, 0), first.started.model.depth_order
   monkeypatch.setattr("diffeq_nnx.jobs.finetune.train", lambda config, workdir: asked.append(config.model.depth_order))
-  jobs.run("finetune", config, whole, from_workdir=ranked[0], model_settings=[f"model.depth_order={order}"])
-  assert asked == [order]
+  for given in (order, (4, 3, 2, 1, 0)):  # the latter is of the source, as the command that began may have it
+    jobs.run("finetune", config, whole, from_workdir=ranked[0], model_settings=[f"model.depth_order={given}"])
+  assert asked == [order, own]
   taught = ["full_cross_entropy" in record for record in read_metrics(whole, "train")]
   assert taught == [draw_num_steps(first.started, step) == 2 for step in range(8)] and len({*taught}) == 2
 

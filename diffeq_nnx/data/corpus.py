@@ -182,14 +182,14 @@ def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> Non
     )
 
 
-def _open_directory(directory: str, key: str, disposable: bool = False) -> shards.Directory:
+def _open_directory(directory: str, key: str, cached: bool = False) -> shards.Directory:
   label, path = f"{key}=shards:{directory}", files.absolute(directory)
   manifest = shards.read_manifest(path, label)
   if manifest is None and files.is_folder(os.path.join(path, preparation.UNFINISHED)):
     raise UserError(f"{label}: is not finished; run the same --job=prepare again to complete it")
   if manifest is None:
     raise UserError(f"{label}: holds no {shards.MANIFEST}; make the shards with --job=prepare --workdir={directory}")
-  return shards.open_directory(path, manifest, label, disposable)
+  return shards.open_directory(path, manifest, label, cached)
 
 
 def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
@@ -199,7 +199,7 @@ def _load_text(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
   folder = os.path.join(files.absolute(config.cache_dir), key)
 
   def open_entry(prepared_before: bool) -> Corpus:
-    found = [_open_directory(folder, "data.cache_dir", disposable=True)]
+    found = [_open_directory(folder, "data.cache_dir", cached=True)]
     if prepared_before:  # says again what was said then
       for name, counts in found[0].manifest["records"].items():
         sources.Counts(**counts).warn_of_bad(f"{name}={getattr(config, name.removeprefix('data.'))}:")

@@ -7,6 +7,7 @@ shards of a split in order are its tokens.
 
 import bisect
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -74,13 +75,14 @@ class Split:
 class Tokens:
   """The tokens of a split as one long array, whose slices are read from its shards; safe for threads."""
 
-  def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype, disposable: bool = False):
+  def __init__(self, paths: list[str], sizes: list[int], dtype: np.dtype, cached: str | None = None):
     """Opens no file yet.
 
     `paths` are the shards' files in order. Those that are in buckets are in buckets of one cloud. `sizes` are the
-    numbers of tokens of the shards. A damaged shard that is `disposable` is removed, so that it is made again.
+    numbers of tokens of the shards. `cached` is the manifest of shards that can be made again: it is removed if one is
+    damaged, so that they are.
     """
-    self.paths, self.sizes, self.dtype, self.disposable = paths, sizes, np.dtype(dtype), disposable
+    self.paths, self.sizes, self.dtype, self.cached = paths, sizes, np.dtype(dtype), cached
     self._ends = list(itertools.accumulate(sizes))
     self._checksums: dict[int, np.ndarray] = {}  # by shard, [records] uint32
 
@@ -92,7 +94,7 @@ class Tokens:
 
     Raises:
       UserError: If a shard is missing or damaged.
-      RunError: If a disposable shard is damaged.
+      RunError: If one that can be made again is.
       IndexError: For anything but a slice of step 1.
     """
     return self.read([part])[0]
@@ -129,13 +131,19 @@ class Tokens:
       sums = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
       if sums != self._checksums[number][first:last].tolist():
         problem = f"{self.paths[number]}: damaged in records {first} to {last - 1}"
-        if self.disposable:
-          files.remove(self.paths[number])
-          raise RunError(f"{problem}; run the same command again, which makes it again from the text")
-        raise UserError(f"{problem}; {_RESTORE}")
+        if self.cached is not None:
+          with contextlib.suppress(OSError):  # another process has removed it, or it is a stranger's
+            files.remove(self.cached)
+        raise self._error(problem)
       tokens = np.frombuffer(data, self.dtype.newbyteorder("<"))
       found.append(tokens[start - first * RECORD_TOKENS : stop - first * RECORD_TOKENS])
     return found
+
+  def _error(self, problem: str) -> UserError | RunError:
+    if self.cached is None:
+      return UserError(f"{problem}; {_RESTORE}")
+    advice = f"run the same command again, which makes it again from the text, or remove {os.path.dirname(self.cached)}"
+    return RunError(f"{problem}; {advice}")
 
   def _fetch_checksums(self, numbers: set[int]) -> None:
     ranges = []
@@ -153,7 +161,7 @@ class Tokens:
     for (path, start, stop), data in zip(places, files.read_ranges(places)):
       if isinstance(data, Exception) or len(data) != stop - start:
         problem = first_line(data, 200) if isinstance(data, Exception) else f"{len(data)} bytes, not {stop - start}"
-        raise UserError(f"{path}: bytes from {start} can't be read ({problem}): damaged or missing; {_RESTORE}")
+        raise self._error(f"{path}: bytes from {start} can't be read ({problem}): damaged or missing")
       found.append(data)
     return found
 
@@ -164,8 +172,7 @@ def join(splits: Sequence[Split]) -> Split:
   sizes = [size for split in splits for size in split.tokens.sizes]
   fields = ("num_bytes", "num_documents", *(["num_counted"] if splits[0].masked else []))
   sums = {field: sum(getattr(split, field) for split in splits) for field in fields}
-  disposable = all(split.tokens.disposable for split in splits)
-  tokens = Tokens(paths, sizes, splits[0].tokens.dtype, disposable)
+  tokens = Tokens(paths, sizes, splits[0].tokens.dtype, splits[0].tokens.cached)  # an entry of the cache is alone
   return dataclasses.replace(splits[0], tokens=tokens, joined=len(splits) > 1, **sums)
 
 
@@ -243,12 +250,12 @@ class Directory:
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
-def open_directory(directory: str, manifest: dict[str, Any], label: str, disposable: bool = False) -> Directory:
-  """Opens what a manifest describes, after checking the size of every file; `disposable` as for `Tokens`.
+def open_directory(directory: str, manifest: dict[str, Any], label: str, cached: bool = False) -> Directory:
+  """Opens what a manifest describes, after checking the size of every file; `cached`: it can be made again.
 
   Raises UserError for a missing shard, one of another size, or another tokenizer.
   """
-  splits, found = {}, files.list_sizes(directory)
+  splits, found, again = {}, files.list_sizes(directory), os.path.join(directory, MANIFEST) if cached else None
   for name, info in manifest["splits"].items():
     paths = [os.path.join(directory, shard["file"]) for shard in info["shards"]]
     for path, shard in zip(paths, info["shards"]):
@@ -257,7 +264,7 @@ def open_directory(directory: str, manifest: dict[str, Any], label: str, disposa
         raise UserError(f"{label}: {path} is not there; {_RESTORE}")
       if size != expected:
         raise UserError(f"{label}: {path} has {size} bytes, expected {expected}: damaged; {_RESTORE}")
-    tokens = Tokens(paths, [shard["tokens"] for shard in info["shards"]], np.dtype(manifest["dtype"]), disposable)
+    tokens = Tokens(paths, [shard["tokens"] for shard in info["shards"]], np.dtype(manifest["dtype"]), again)
     counted = info["counted"] if manifest.get("masked") else None
     splits[name] = Split(tokens, info["bytes"], info["documents"], counted)
   info = manifest["tokenizer"]

@@ -37,7 +37,7 @@ def start_from(config: Config, settings: Sequence[str]) -> Config:
   That is the run's with `key=value` settings on top, a schedule of the new run's own length, and no teacher but one
   that the settings name. If the settings name another text, the run's `data.validation` is left out. So are its keys of
   records if they name another kind of these, `data.too_long` if they name other rows, and all keys of adapters if they
-  name none.
+  have `model.lora.rank=0`.
   """
   named = {key: text for key, _, text in (setting.partition("=") for setting in settings)}
   left_out = ["validation"] if named.get("data.source", config.data.source) != config.data.source else []
@@ -124,10 +124,9 @@ def use_tokenizer(config: Config, source: Run, workdir: str) -> Config:
   if unchanged or "shards:" in config.data.source or config.data.tokenizer not in (started.data.tokenizer, "train"):
     return config
   for key in ("begin_token", "end_token"):
-    if (mark := getattr(config.data, key)) != getattr(started.data, key):
-      raise UserError(
-        f"data.{key}={mark}: the run in {source.workdir} keeps its marks, which --job=import chooses; leave it out"
-      )
+    if (mark := getattr(config.data, key)) not in (None, own := getattr(started.data, key)):
+      theirs = "chosen by its tokenizer's files" if own is None else own
+      raise UserError(f"data.{key}={mark}: is {theirs} in the run in {source.workdir}; leave it out")
   begins = source.tokenizer.bos_id is not None
   if config.data.begin_mark not in (None, begins):
     raise UserError(

@@ -133,7 +133,11 @@ def _resume(
 ) -> dict[str, float]:
   """Continues a fine-tuning run; the run that it started from need not exist anymore. Raises as `finetune`."""
   workdir_lib.check_source(workdir, from_workdir)
-  known = config_lib.apply_settings(Run.open(workdir).started, orders)
+  known = Run.open(workdir).started
+  try:
+    known = config_lib.apply_settings(known, orders)
+  except UserError:  # the same command has an order of the steps of the run that this one started from
+    say(f"model.depth_order: the run in workdir={workdir} keeps its own, of its {known.model.num_steps} steps")
   if config.data.tokenizer == "train" and "shards:" not in config.data.source:
     own = {key: getattr(known.data, key) for key in KEYS_OF_TOKENIZER}
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **own))

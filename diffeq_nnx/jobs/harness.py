@@ -58,9 +58,10 @@ def evaluate_downstream(
   except ImportError as error:
     raise UserError("--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'") from error
   texts = _open_text(config)
-  started = workdir_lib.config_of(workdir).data
-  read_as = {key: getattr(started, key) for key in (*KEYS_OF_TEXT, "records")}  # the run's own text, which isn't read
-  config = dataclasses.replace(config, data=dataclasses.replace(config.data, **read_as))
+  if texts is not None:  # the keys are for it, and the run's own text, for which they may be others, isn't read
+    started = workdir_lib.config_of(workdir).data
+    own = {key: getattr(started, key) for key in (*KEYS_OF_TEXT, "records")}
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **own))
   Run.open(workdir, config)
   folder = os.path.join(workdir, settings.folder)
   distributed.on_main_process(workdir_lib.require_writable, folder)

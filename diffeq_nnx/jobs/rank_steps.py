@@ -14,6 +14,7 @@ from diffeq_nnx.config import KEYS_OF_ROWS, NO_TEXT, Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.jobs.deriving import load_text, make_batches, use_tokenizer
 from diffeq_nnx.model import grids
+from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import draw, markdown, print_result, say
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run, checked_mesh
@@ -55,6 +56,7 @@ def rank_steps(
     raise UserError("data.source=none: the run has no text yet; name one with --config.data.source")
   mesh = checked_mesh(config, trains=False)
   run = Run.open(workdir, mesh=mesh)
+  distributed.on_main_process(workdir_lib.require_writable, workdir)
   workdir_lib.require(workdir, dataclasses.replace(run.started, model=config.model))
   with jax.set_mesh(mesh):
     config = use_tokenizer(config, run, workdir)

@@ -129,6 +129,9 @@ def _check_given(coordinator: str | None, num_processes: int | None, process_id:
 
 def _keep_stdout_for_results() -> None:
   """Sends to stderr what libraries write on descriptor 1, where Gloo tells of each connection between CPUs."""
+  if sys.stdout is None:  # it is closed
+    return
+  sys.stdout.flush()
   results = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
   os.dup2(2, 1)
   sys.stdout = results

@@ -77,6 +77,7 @@ def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | N
   Raises:
     UserError: the directory can't be written, or belongs to another model, tokenizer or text; the line names the
       keys that differ.
+    RunError: the disk is full.
   """
   distributed.on_main_process(_write, workdir, config, tokenizer, corpus, source)
   with distributed.sync_errors():
@@ -112,10 +113,11 @@ def _write(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | 
 
 def _save_tokenizer(tokenizer: Tokenizer, workdir: str) -> None:
   """Saves a run's tokenizer. Raises UserError where the directory holds another one that is no run's."""
-  ours = (RUN_FILE, STARTING)
-  is_new = not any(files.exists(os.path.join(workdir, name)) for name in ours)
-  if is_new and (other := find_other(tokenizer, workdir)):
-    raise UserError(f"workdir={workdir}: holds {other} and no {RUN_FILE}; name another directory")
+  mark = os.path.join(workdir, STARTING)
+  if not (holds_run(workdir) or files.exists(mark)):
+    if other := find_other(tokenizer, workdir):
+      raise UserError(f"workdir={workdir}: holds {other} and no {RUN_FILE}; name another directory")
+    files.write(mark, b"")
   save_tokenizer(tokenizer, workdir)
 
 
@@ -131,7 +133,8 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
   """Clears a directory for a run that is about to be written: only its tokenizer stays, and no unfinished run.
 
   Raises:
-    UserError: the directory can't be written, or holds a run or checkpoints of something else.
+    UserError: the directory can't be written, or holds a run, or checkpoints or a tokenizer of something else.
+    RunError: the disk is full.
   """
   require_none(workdir)
   mark = os.path.join(workdir, STARTING)
@@ -143,13 +146,12 @@ def clear(workdir: str, tokenizer: Tokenizer) -> None:
   with files.writing(f"workdir={workdir}", "choose another directory"):
     files.make_folder(workdir)
     _save_tokenizer(tokenizer, workdir)
-    files.write(mark, b"")
     for folder in folders:
       files.remove(folder)
 
 
 def set_depth_order(workdir: str, order: Sequence[int]) -> None:
-  """Saves an order of a run's steps as its model.depth_order; the run's hash stays. Raises UserError if it can't."""
+  """Saves an order of a run's steps as its model.depth_order; the run's hash stays. Raises as `files.writing`."""
   known = _read_run(workdir)
   known["config"]["model"]["depth_order"] = list(order)
   with files.writing(f"workdir={workdir}", "make it writable"):
