@@ -319,12 +319,11 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
   if not os.path.isfile(path):
     raise UserError(f"--config={name}: there is no file {path!r}; give the path of a config file, e.g. configs/tiny.py")
   try:
-    made = runpy.run_path(path)["get_config"](argument).to_dict()
+    return _from_dict_with(runpy.run_path(path)["get_config"](argument).to_dict(), settings)
   except UserError:
     raise
   except Exception as error:
     raise UserError(f"--config={name}: can't be used ({type(error).__name__}: {error}); correct the file") from error
-  return _from_dict_with(made, settings)
 
 
 def apply_settings(config: Config, settings: Sequence[str]) -> Config:

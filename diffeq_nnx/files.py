@@ -119,7 +119,9 @@ def _accessing(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
       raise
     if isinstance(error, FileNotFoundError):
       raise FileNotFoundError(errno.ENOENT, "no such bucket or object", path) from error
-    refused = isinstance(error, PermissionError) or "forbidden" in str(error).lower()  # gcsfs has no type for it
+    # gcsfs has no type for what is forbidden, and botocore's for missing credentials is an Exception
+    refused = isinstance(error, PermissionError) or str(error).startswith("Forbidden:")
+    refused |= getattr(error, "code", None) in (401, 403) or type(error).__name__ == "NoCredentialsError"
     kind = errno.EACCES if refused else errno.EIO
     raise OSError(kind, f"{type(error).__name__}: {first_line(error, 300)}", path) from error
 

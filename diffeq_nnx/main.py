@@ -1,6 +1,7 @@
 """The command line: python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=JOB]"""
 
 from collections.abc import Sequence
+import dataclasses
 import io
 import os
 import re
@@ -104,14 +105,20 @@ def run(argv: list[str]) -> None:
     raise UserError(f"{argv[1]}: not a flag; flags are written --name=value")
   name = ALIASES.get(JOB.value, JOB.value)
   job = JOBS[name]
-  config = None if CONFIG.value is None else config_lib.load(CONFIG.value, SETTINGS.value)
+  # The model of a run that was made from another one is no file's: the file then registers parts, and has other keys.
+  own_model = CONFIG.value is not None and job.config == "run" and _is_derived(WORKDIR.value)
+  settings = [] if own_model else SETTINGS.value
+  if job.config == "file_or_source" and (CONFIG.value is not None or _holds_run(WORKDIR.value)):
+    # The job itself applies an order of steps, which is one of the run in --from_workdir.
+    settings = [setting for setting in settings if not setting.startswith("model.depth_order=")]
+  config = None if CONFIG.value is None else config_lib.load(CONFIG.value, settings)
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
   for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
     if flag.value:
       files.check_place(flag.value, flag.name)
-  holds_run = CONFIG.value is None and files.exists(os.path.join(WORKDIR.value, config_lib.RUN_FILE))
+  holds_run = CONFIG.value is None and _holds_run(WORKDIR.value)
   if CONFIG.value is None and (job.config == "file" or job.config == "file_or_run" and not holds_run):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
   if CONFIG.value is not None and job.config == "source":
@@ -123,20 +130,17 @@ def run(argv: list[str]) -> None:
   from diffeq_nnx.jobs.deriving import start_from  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.parallel import distributed
   from diffeq_nnx.parallel.console import say
-  from diffeq_nnx.runs import workdir as workdir_lib
   from diffeq_nnx.runs.run import Run
 
-  if job.config == "run" and workdir_lib.is_derived(WORKDIR.value):
-    config = None  # the file, if there is one, has registered its parts, and the run's model is another than its own
+  if config is not None and own_model:
+    config = dataclasses.replace(config, model=Run.open(WORKDIR.value).started.model)
+    config = config_lib.apply_settings(config, SETTINGS.value)
   known = None  # the validation text of the run that a new one is made from
   if config is None:
     from_source = job.config == "source" or job.config == "file_or_source" and not holds_run
     flag = FROM_WORKDIR if from_source else WORKDIR
     config = job.prepared(Run.open(str(flag.value), flag=flag.name).started)
     known = config.data.validation if from_source else None
-    # the job itself applies an order to the model that it is for
-    of_job = ("model.depth_order=",) if job.config == "file_or_source" else ()
-    settings = [setting for setting in SETTINGS.value if not setting.startswith(of_job)]
     config = (start_from if from_source else config_lib.apply_settings)(config, settings)
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
@@ -145,10 +149,25 @@ def run(argv: list[str]) -> None:
     say(
       f"data.validation={known}: is for the text of --from_workdir, and left out; give it again if this text needs it"
     )
+  if own_model:
+    say(f"model: is that of the run, which was made from another one, and not that of --config={CONFIG.value}")
   with distributed.shorten_errors():
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)
   distributed.finish()
+
+
+def _holds_run(workdir: str | None) -> bool:
+  return workdir is not None and files.exists(os.path.join(workdir, config_lib.RUN_FILE))
+
+
+def _is_derived(workdir: str | None) -> bool:
+  """Whether a work directory holds a run that was made from another one."""
+  try:
+    known = files.read_json(os.path.join(workdir or "", config_lib.RUN_FILE))
+  except (OSError, ValueError):  # what is wrong with it is told where the run is opened
+    return False
+  return isinstance(known, dict) and bool(known.get("source"))
 
 
 def _options(name: str) -> dict[str, Any]:

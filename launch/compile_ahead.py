@@ -11,7 +11,7 @@ compiler: pip install 'jax[tpu]', which installs the libtpu that matches this ja
 Prints, for one device: memory by kind and whether it fits, bytes sent to other devices in a step, and an estimate of
 the step's time; with --profile, for TPUs, also where its cycles go: kinds of work, and the 30 (or so many) largest
 items (launch/benchmarks/step_profile.py). Exit codes: 0 if it fits, 1 if it doesn't, 2 for an error in the command, 3
-if the compiler fails otherwise.
+if the compiler or a disk fails.
 
 On TPUs the estimate is the compiler's cycles for each part of the step, times the iterations of loops, at the chip's
 clock, and for our kernels attention's matrix products at the chip's peak, as if a row were one document, and the time
@@ -24,6 +24,7 @@ chosen or timed on the GPU itself, do differently, and the memory of CUDA and NC
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -46,7 +47,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx import files
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.trained import find_costliest, list_computed
-from diffeq_nnx.errors import UserError, first_line
+from diffeq_nnx.errors import RunError, UserError, first_line
 from diffeq_nnx.kernels.attention import dispatch
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.runs.run import require_float64
@@ -337,10 +338,11 @@ def main(argv: list[str] | None = None) -> int:
   if on_gpus and args.profile:
     raise UserError(f"--topology={args.topology}: profiles are for TPUs")
   config = config_lib.load(args.config, args.set)
-  if args.save_hlo:
-    with files.writing(f"--save-hlo={args.save_hlo}", "name another file"):
-      open(args.save_hlo, "w").close()  # before a compilation of minutes
   mesh = mesh_over(config, args.topology, args.num_slices)
+  saving = functools.partial(files.writing, f"--save-hlo={args.save_hlo}", "name another file")
+  if args.save_hlo:
+    with saving():
+      open(args.save_hlo, "a").close()  # a mistake is told before a compilation of minutes
   slices = "" if on_gpus else f"{args.num_slices} x "
   print(
     f"{args.config} on {mesh.size} x {mesh.devices.flat[0].device_kind} ({slices}{args.topology}), mesh "
@@ -360,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
     clock, peak = 1e9 * step.chip.clock, peak_flops(step.device_kind)
     print("\n".join(step_profile.lines(program, clock, peak, kernel_seconds(step, program), args.profile)))
   if args.save_hlo:
-    with open(args.save_hlo, "w", encoding="utf-8") as file:
+    with saving(), open(args.save_hlo, "w", encoding="utf-8") as file:
       file.write(text)
   needed = step.compiled.memory_analysis().peak_memory_in_bytes / 2**30
   if step.on_gpu and needed > step.chip.hbm:  # this compiler does not refuse
@@ -376,6 +378,9 @@ def program(main: Callable[[], int]) -> None:
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+  except RunError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(3)
   except jax.errors.JaxRuntimeError as error:
     print(f"error: the compiler failed: {first_line(error)}", file=sys.stderr)
     sys.exit(3)

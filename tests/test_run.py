@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import types
@@ -165,8 +166,9 @@ def test_a_discretized_run_is_a_run(finished, tmp_path, capsys, monkeypatch):
   assert (stored.model.weights, stored.model.step_sizes) == ("stored", (0.5, 0.5, 1.0))
   assert jobs.run("evaluate", stored, new)["loss"] == result["after"]["loss"]
   monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)  # a device was used already
-  file = tmp_path / "parts.py"  # with the config of the run that this one was made from; it registers a part
-  file.write_text("from diffeq_nnx import config\nget_config = lambda choice: config.default()\n")
+  file = tmp_path / "parts.py"  # as one that registers a part, with another model than the run's
+  content = config_lib.to_dict(config)
+  file.write_text(f"import ml_collections\nget_config = lambda choice: ml_collections.ConfigDict({content})\n")
   assert run_command("--job=evaluate", f"--config={file}", f"--workdir={new}") == 0
   shutil.copytree(workdir, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
   for to, source, part in (
@@ -247,12 +249,16 @@ def test_the_commit_of_a_data_set_of_the_hub_may_be_named_later():
   assert at("hf:a/b@1:train") == at("hf:a/b:train") != at("hf:a/c@1:train")
 
 
-def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_path):
+def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_path, monkeypatch):
   config, _ = finished
   adapted = change(config, model=dict(weights="stored", lora=config_lib.LoraConfig(rank=2)))
   line = told(lambda: train(adapted, str(tmp_path)))
   assert "adapters need a trained model" in line and "use --job=finetune" in line
   corpus = load_corpus(config)
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(workdir_lib, "save_tokenizer", lambda *_: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9))
+    workdir_lib.claim(str(tmp_path), config, corpus.tokenizer, corpus)
+  (tmp_path / corpus.tokenizer.file_name).write_text("another, of a command that was killed after it")
   workdir_lib.claim(str(tmp_path), config, corpus.tokenizer, corpus)
   assert workdir_lib.config_of(str(tmp_path)).model.lora.rank == 0
 

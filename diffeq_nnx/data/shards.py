@@ -134,16 +134,15 @@ class Tokens:
         if self.cached is not None:
           with contextlib.suppress(OSError):  # another process has removed it, or it is a stranger's
             files.remove(self.cached)
-        raise self._error(problem)
+        raise self._error(problem, ", which makes it again from the text")
       tokens = np.frombuffer(data, self.dtype.newbyteorder("<"))
       found.append(tokens[start - first * RECORD_TOKENS : stop - first * RECORD_TOKENS])
     return found
 
-  def _error(self, problem: str) -> UserError | RunError:
+  def _error(self, problem: str, then: str = "") -> UserError | RunError:
     if self.cached is None:
       return UserError(f"{problem}; {_RESTORE}")
-    advice = f"run the same command again, which makes it again from the text, or remove {os.path.dirname(self.cached)}"
-    return RunError(f"{problem}; {advice}")
+    return RunError(f"{problem}; run the same command again{then}, or remove {os.path.dirname(self.cached)}")
 
   def _fetch_checksums(self, numbers: set[int]) -> None:
     ranges = []

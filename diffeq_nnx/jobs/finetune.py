@@ -6,6 +6,7 @@ import dataclasses
 import jax
 
 from diffeq_nnx import config as config_lib
+from diffeq_nnx import config_fields
 from diffeq_nnx.config import KEYS_OF_TOKENIZER, Config, ModelConfig
 from diffeq_nnx.data.preparation.preparing import choose_seed
 from diffeq_nnx.depth.discretization import discretized_config
@@ -134,10 +135,11 @@ def _resume(
   """Continues a fine-tuning run; the run that it started from need not exist anymore. Raises as `finetune`."""
   workdir_lib.check_source(workdir, from_workdir)
   known = Run.open(workdir).started
-  try:
-    known = config_lib.apply_settings(known, orders)
-  except UserError:  # the same command has an order of the steps of the run that this one started from
-    say(f"model.depth_order: the run in workdir={workdir} keeps its own, of its {known.model.num_steps} steps")
+  for setting in orders:
+    order = config_fields.parse(config_lib.key_types()["model.depth_order"], setting.partition("=")[2])
+    if len(order) > known.model.num_steps and sorted(order) == list(range(len(order))):
+      continue  # it is of the steps of the run that this one started from, whose command this is
+    known = config_lib.apply_settings(known, [setting])
   if config.data.tokenizer == "train" and "shards:" not in config.data.source:
     own = {key: getattr(known.data, key) for key in KEYS_OF_TOKENIZER}
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **own))

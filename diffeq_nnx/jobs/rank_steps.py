@@ -38,7 +38,8 @@ def rank_steps(
 
   Raises:
     UserError: a model of one step or another than the run's, a number out of range, no text or that of another
-      tokenizer, or no checkpoint.
+      tokenizer, no checkpoint, or a directory that can't be written.
+    RunError: the disk is full.
   """
   own, start = config.model.num_steps, time.perf_counter()
   fewest = (own + 1) // 2 if num_steps is None else num_steps

@@ -163,11 +163,6 @@ def run_hash(workdir: str) -> str:
   return _read_run(workdir)["hash"]
 
 
-def is_derived(workdir: str) -> bool:
-  """Whether a work directory holds a run that was made from another one."""
-  return bool(_read(workdir).get("source"))
-
-
 def check_source(workdir: str, from_workdir: str) -> None:
   """Raises UserError unless a run was started from the run in `from_workdir`, if that still exists."""
   theirs = _read(workdir).get("source")

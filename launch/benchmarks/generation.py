@@ -32,7 +32,7 @@ from diffeq_nnx.config import Config, ModelConfig
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference import decoding, speculation
 from diffeq_nnx.inference.sampling import GenerationOptions
-from diffeq_nnx.model import grids, solvers
+from diffeq_nnx.model import grids, solvers, vector_fields
 from diffeq_nnx.model.parameters import abstract_model, params_of
 from diffeq_nnx.model.ready import ReadyModel, generate_weights
 from diffeq_nnx.training import flops
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
   )
   args = parser.parse_args(argv)
   config = config_lib.load(args.config, args.set)
-  if config.model.field == "gpt" and args.slots > config.model.seq_len:
+  if vector_fields.FIELDS[config.model.field].learned_positions and args.slots > config.model.seq_len:
     raise UserError(f"--slots={args.slots}: the model has {config.model.seq_len} positions; give at most that many")
   if len(args.draft) != 2 or any(args.draft) and not args.topology:
     raise UserError("--draft: must be two numbers, of steps and of tokens, and is for --topology")
