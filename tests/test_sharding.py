@@ -152,7 +152,7 @@ from diffeq_nnx.kernels.attention import attention, ring_attention
 from diffeq_nnx.model import attention_context as context
 from diffeq_nnx.parallel import sharding
 
-# on three devices with documents in a window, and on four; each has an early and a late chunk, of 4 and of 3 positions
+# on three devices with documents, and on four; each has an early and a late chunk, of 4 and of 3 positions
 jax.config.update("jax_enable_x64", True)
 L, rng = 24, np.random.default_rng(0)
 q, k, v, cotangent = (rng.normal(size=(2, L, heads, 8)) for heads in (4, 2, 2, 4))
@@ -165,12 +165,12 @@ def with_gradients(function):
 
   return jax.jit(both)(q, k, v, cotangent)
 
-for n, of, cap, window in ((3, segments, 3.0, 10), (4, None, None, None)):
+for n, of, cap in ((3, segments, 3.0), (4, None, None)):
   mesh = sharding.make_mesh(MeshConfig(context=n), jax.devices()[:n])
   split = PartitionSpec(None, "context")
 
   def around(q, k, v):
-    ring = functools.partial(ring_attention, axis_name="context", window=window, logits_soft_cap=cap)
+    ring = functools.partial(ring_attention, axis_name="context", logits_soft_cap=cap)
     arrays = (q, k, v) if of is None else (q, k, v, jnp.asarray(of))
     merge = lambda x: jax.vmap(context.zigzag, -1, -1)(x.reshape(2, L, -1)).reshape(x.shape)
     arrays = [merge(x) if x.ndim > 2 else context.zigzag(x) for x in arrays]
@@ -185,7 +185,7 @@ for n, of, cap, window in ((3, segments, 3.0, 10), (4, None, None, None)):
     first = sorted(np.asarray(moved[0])[0, : L // n])
     assert first == [*range(L // (2 * n)), *range(L - L // (2 * n), L)] and (moved[1] == tokens).all()
     found = with_gradients(around)
-  alone = functools.partial(attention, segment_ids=of, window=window, logits_soft_cap=cap, implementation="reference")
+  alone = functools.partial(attention, segment_ids=of, logits_soft_cap=cap, implementation="reference")
   for one, other in zip(found, with_gradients(alone), strict=True):
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 """

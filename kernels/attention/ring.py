@@ -1,6 +1,6 @@
 """Causal attention in sequences that are split over devices: keys and values go around a ring (Liu et al. 2023).
 
-B batch, H query heads, K key/value heads, D head width, n devices, c = L / 2n positions of a chunk, w window.
+B batch, H query heads, K key/value heads, D head width, n devices, c = L / 2n positions of a chunk.
 
 A sequence of L positions is cut into 2n chunks, and device i holds chunks i and 2n - 1 - i: with causal attention all
 devices then have the same work, at each turn of the ring the queries of two chunks with all keys of another.
@@ -25,7 +25,6 @@ def ring_attention(
   segments_Bx2c: jax.Array | None,
   *,
   axis_name: str,
-  window: int | None = None,
   **settings: Any,
 ) -> jax.Array:
   """Causal attention, [B, 2c, H, D] in the dtype of q; for `jax.shard_map`, differentiable once in reverse mode.
@@ -36,7 +35,6 @@ def ring_attention(
     v_Bx2cxKxD: values.
     segments_Bx2c: integers; a query attends to keys of its own segment only. None: to all.
     axis_name: of the mesh axis whose devices form the ring.
-    window: as for `attention`. Keys beyond it cost no products, but are sent.
     **settings: scale, logits_soft_cap, deterministic and implementation, as for `attention`.
 
   Raises:
@@ -47,31 +45,23 @@ def ring_attention(
   halves: Callable[[Any], Any] = lambda x: (None, None) if x is None else jnp.split(x, 2, axis=1)
   (q_low, q_high), (segments_low, segments_high) = halves(q_Bx2cxHxD), halves(segments_Bx2c)
   pair = lambda queries, keys: None if queries is None else (queries, keys)
-  earlier = functools.partial(_earlier, attend, window)
-  if window is None:  # the two chunks are in order
-    own = attend(q_Bx2cxHxD, k_Bx2cxKxD, v_Bx2cxKxD, segment_ids=segments_Bx2c)
-    first_low, first_high = zip(*map(halves, _widen(*own)), strict=True)
-  else:
-    (k_low, k_high), (v_low, v_high) = halves(k_Bx2cxKxD), halves(v_Bx2cxKxD)
-    first_low = _widen(*attend(q_low, k_low, v_low, segment_ids=segments_low, window=window))
-    first_high = _widen(*attend(q_high, k_high, v_high, segment_ids=segments_high, window=window))
-    between = earlier(2 * n - 1 - 2 * i, q_high, k_low, v_low, pair(segments_high, segments_low))
-    first_high = merge_attention(first_high, *between)
+  out, lse = attend(q_Bx2cxHxD, k_Bx2cxKxD, v_Bx2cxKxD, segment_ids=segments_Bx2c)  # the two chunks are in order
+  first_low, first_high = zip(halves(out.astype(lse.dtype)), halves(lse), strict=True)
   around = [(j, (j + 1) % n) for j in range(n)]
 
   def turn(carry, number):
     held, low, high = carry
     held = jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, around), held)
     (k_low, k_high), (v_low, v_high), (kv_segments_low, kv_segments_high) = map(halves, held)
-    other = (i - number) % n  # the device that these keys come from
     # a high chunk sees the low chunks of all devices
-    seen = earlier(2 * n - 1 - i - other, q_high, k_low, v_low, pair(segments_high, kv_segments_low))
+    seen = attend(q_high, k_low, v_low, causal=False, segment_ids=pair(segments_high, kv_segments_low))
     high = merge_attention(high, *seen)
     # a low chunk sees those of the devices before; a high one the high chunks of those after
     before = i >= number
     pick = lambda one, other: None if one is None else jnp.where(before, one, other)
     segments = pair(pick(segments_low, segments_high), pick(kv_segments_low, kv_segments_high))
-    out, lse = earlier(abs(i - other), pick(q_low, q_high), pick(k_low, k_high), pick(v_low, v_high), segments)
+    picked = pick(q_low, q_high), pick(k_low, k_high), pick(v_low, v_high)
+    out, lse = attend(*picked, causal=False, segment_ids=segments)
     low = merge_attention(low, out, jnp.where(before, lse, -jnp.inf))
     high = merge_attention(high, out, jnp.where(before, -jnp.inf, lse))
     return (held, low, high), None
@@ -79,34 +69,6 @@ def ring_attention(
   carry = (k_Bx2cxKxD, v_Bx2cxKxD, segments_Bx2c), first_low, first_high
   (_, low, high), _ = jax.lax.scan(turn, carry, jnp.arange(1, n), unroll=max(min(n - 1, MOST_UNROLLED), 1))
   return jnp.concatenate([low[0], high[0]], 1).astype(q_Bx2cxHxD.dtype)
-
-
-def _widen(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return out.astype(lse.dtype), lse
-
-
-def _earlier(
-  attend: Callable[..., Any],
-  window: int | None,
-  distance: jax.Array,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  segments: Any,
-) -> tuple[jax.Array, jax.Array]:
-  """Attention to a chunk that lies `distance` [] chunks before the queries', 1 or more: (out, log-sum-exp).
-
-  Seen from there, the window begins w - distance c before a query's place in its chunk: it holds the whole chunk up to
-  a distance of w // c - 1, a part of it at the next two, and then nothing.
-  """
-  if window is None:
-    return attend(q, k, v, causal=False, segment_ids=segments)
-  whole, rest = divmod(window, q.shape[1])
-  through = lambda start: lambda *x: attend(*x, causal=False, window=start, segment_ids=segments)
-  wide = jnp.promote_types(q.dtype, jnp.float32)
-  nothing = lambda q, k, v: (jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, wide))
-  cases = [through(None), through(rest), through(rest - q.shape[1]), nothing]
-  return jax.lax.switch(jnp.clip(distance - whole + 1, 0, 3), cases, q, k, v)
 
 
 def merge_attention(
