@@ -9,10 +9,10 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 import types
+from unittest import mock
 
 from flax import nnx
 import jax
@@ -256,7 +256,7 @@ def test_a_directory_whose_run_never_began_takes_another_config(finished, tmp_pa
   assert "adapters need a trained model" in line and "use --job=finetune" in line
   corpus = load_corpus(config)
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(workdir_lib, "save_tokenizer", lambda *_: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9))
+    patch.setattr(workdir_lib, "save_tokenizer", mock.Mock(side_effect=KeyboardInterrupt))
     workdir_lib.claim(str(tmp_path), config, corpus.tokenizer, corpus)
   (tmp_path / corpus.tokenizer.file_name).write_text("another, of a command that was killed after it")
   workdir_lib.claim(str(tmp_path), config, corpus.tokenizer, corpus)
