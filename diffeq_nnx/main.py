@@ -105,7 +105,10 @@ def run(argv: list[str]) -> None:
     raise UserError(f"{argv[1]}: not a flag; flags are written --name=value")
   name = ALIASES.get(JOB.value, JOB.value)
   job = JOBS[name]
-  # The model of a run that was made from another one is no file's: the file then registers parts, and has other keys.
+  for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
+    if flag.value:
+      files.check_place(flag.value, flag.name)
+  # No file has the model of a run that was made from another one. It then registers parts, and has the other keys.
   own_model = CONFIG.value is not None and job.config == "run" and _is_derived(WORKDIR.value)
   settings = [] if own_model else SETTINGS.value
   if job.config == "file_or_source" and (CONFIG.value is not None or _holds_run(WORKDIR.value)):
@@ -115,9 +118,6 @@ def run(argv: list[str]) -> None:
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
-    if flag.value:
-      files.check_place(flag.value, flag.name)
   holds_run = CONFIG.value is None and _holds_run(WORKDIR.value)
   if CONFIG.value is None and (job.config == "file" or job.config == "file_or_run" and not holds_run):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
