@@ -182,6 +182,15 @@ def read_json(path: str) -> Any:
     raise ValueError("nested too deeply") from error
 
 
+def read_notes(path: str) -> dict[str, Any]:
+  """Returns the JSON object in a file that may be gone or damaged, in whose place it returns {}."""
+  try:
+    known = read_json(path)
+  except (OSError, ValueError):
+    return {}
+  return known if isinstance(known, dict) else {}
+
+
 def parse_json(content: bytes, path: str, label: str | None = None) -> Any:
   """Returns the JSON value that a file holds; raises UserError if it isn't JSON, or an object has a key twice."""
 

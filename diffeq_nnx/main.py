@@ -108,17 +108,18 @@ def run(argv: list[str]) -> None:
   for flag in (WORKDIR, FROM_WORKDIR) if name != "prepare" else ():  # whose directory is of shards
     if flag.value:
       files.check_place(flag.value, flag.name)
+  run_file = os.path.join(WORKDIR.value or "", config_lib.RUN_FILE)
+  holds_run = CONFIG.value is None and bool(WORKDIR.value) and files.exists(run_file)
   # No file has the model of a run that was made from another one. It then registers parts, and has the other keys.
-  own_model = CONFIG.value is not None and job.config == "run" and _is_derived(WORKDIR.value)
+  own_model = CONFIG.value is not None and job.config == "run" and bool(files.read_notes(run_file).get("source"))
   settings = [] if own_model else SETTINGS.value
-  if job.config == "file_or_source" and (CONFIG.value is not None or _holds_run(WORKDIR.value)):
+  if job.config == "file_or_source" and (CONFIG.value is not None or holds_run):
     # The job itself applies an order of steps, which is one of the run in --from_workdir.
     settings = [setting for setting in settings if not setting.startswith("model.depth_order=")]
   config = None if CONFIG.value is None else config_lib.load(CONFIG.value, settings)
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
-  holds_run = CONFIG.value is None and _holds_run(WORKDIR.value)
   if CONFIG.value is None and (job.config == "file" or job.config == "file_or_run" and not holds_run):
     raise UserError("--config: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
   if CONFIG.value is not None and job.config == "source":
@@ -155,19 +156,6 @@ def run(argv: list[str]) -> None:
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)
   distributed.finish()
-
-
-def _holds_run(workdir: str | None) -> bool:
-  return workdir is not None and files.exists(os.path.join(workdir, config_lib.RUN_FILE))
-
-
-def _is_derived(workdir: str | None) -> bool:
-  """Whether a work directory holds a run that was made from another one."""
-  try:
-    known = files.read_json(os.path.join(workdir or "", config_lib.RUN_FILE))
-  except (OSError, ValueError):  # what is wrong with it is told where the run is opened
-    return False
-  return isinstance(known, dict) and bool(known.get("source"))
 
 
 def _options(name: str) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def rank_steps(
     key = {"step": run.step, "by": by, "text": corpus.fingerprint, "tokens": sum(b["inputs"].size for b in batches)}
     key |= {"seed": config.seed, **{name: getattr(config.data, name) for name in KEYS_OF_ROWS}}
     path = os.path.join(workdir, RESULT)
-    known = workdir_lib.read_notes(path)
+    known = files.read_notes(path)
     if others := [name for name, value in key.items() if known.get(name) != value]:
       if known:
         say(f"replacing the ranking in {path}, which differs in: {', '.join(others)}")

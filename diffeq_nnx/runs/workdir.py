@@ -60,15 +60,6 @@ def require_writable(folder: str) -> None:
     files.check_writable(folder)
 
 
-def read_notes(path: str) -> dict[str, Any]:
-  """Returns what a job wrote in a work directory for itself; {} if there is no such file, or it is damaged."""
-  try:
-    known = files.read_json(path)
-  except (OSError, ValueError):
-    return {}
-  return known if isinstance(known, dict) else {}
-
-
 def claim(workdir: str, config: Config, tokenizer: Tokenizer, corpus: Corpus | None, source: str | None = None) -> None:
   """Makes the work directory this run's, or checks that it already is, as all processes see it.
 

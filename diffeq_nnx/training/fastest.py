@@ -20,7 +20,6 @@ from diffeq_nnx.kernels import attention
 from diffeq_nnx.model.ready import ReadyModel
 from diffeq_nnx.parallel import distributed, sharding
 from diffeq_nnx.parallel.console import say
-from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.training.step import (
   abstract_batch,
   abstract_state,
@@ -50,7 +49,7 @@ def autotune(config: Config, workdir: str, mesh: Mesh, teacher: ReadyModel | Non
   asked = _describe(config, mesh, teacher)
   path = os.path.join(workdir, FILE)
   tried = list_candidates(config, config.train.batch_size // sharding.num_shards("batch", mesh.shape))
-  known = distributed.on_main_process(workdir_lib.read_notes, path)
+  known = distributed.on_main_process(files.read_notes, path)
   choice = known.get("remat"), known.get("device_batch_size")
   if known.get("asked") == asked and choice in tried:
     say(f"{_format_choice(choice)}: was the fastest on these devices ({FILE})")
