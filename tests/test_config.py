@@ -151,7 +151,6 @@ TEACHES_ITSELF = {"train__self_distillation": True}
     (lambda: config_lib.Config(model=config_lib.DataConfig()), ["model=DataConfig", "must be a ModelConfig"]),
     (lambda: raw_config("gpt_small", "wikitext"), ["write CORPUS,PRESET; "]),
     (lambda: raw_config("gpt_small", "diffeq,gpt"), ["write CORPUS,PRESET; "]),
-    (lambda: raw_config("gpt_small", "builtin,english"), ["write CORPUS,PRESET; "]),
   ],
 )
 def test_a_mistake_is_told_with_key_value_rule_and_way_out(make, parts):

@@ -162,22 +162,6 @@ def test_text_that_changes_while_it_is_read_is_told_and_leaves_nothing(tmp_path,
   assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_every_window_once_an_epoch_in_a_new_order():
-  seq_len, batch_size = 5, 3
-  dataset = data.train_batches(train_of(64), seq_len=seq_len, batch_size=batch_size, seed=7)
-  num_windows, starts = (64 - 1) // seq_len, []
-  for step in range(3 * num_windows // batch_size):
-    batch = dataset[step]
-    assert batch["inputs"].shape == batch["targets"].shape == (batch_size, seq_len)
-    assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
-    np.testing.assert_array_equal(batch["inputs"], batch["inputs"][:, :1] + np.arange(seq_len))
-    np.testing.assert_array_equal(batch["targets"], batch["inputs"] + 1)
-    starts.extend(batch["inputs"][:, 0].tolist())
-  epochs = [starts[i : i + num_windows] for i in range(0, len(starts), num_windows)]
-  assert [sorted(epoch) for epoch in epochs] == [list(range(0, 60, seq_len))] * 3
-  assert len(set(map(tuple, epochs))) == 3
-
-
 def test_millions_of_windows_are_in_random_order_too(monkeypatch):
   """The mean place of 512 windows varies as that of 512 random numbers does, and few windows come twice in an epoch."""
   order = batches._make_order(12 << 20, 0)

@@ -107,7 +107,7 @@ def mixture_of(sources, first, second, **changes):
   return data.load(config_lib.DataConfig(source=source, **changes), 300, seed=0)
 
 
-def test_a_mixture_keeps_its_weights_at_every_step_and_each_window_once_an_epoch(sources):
+def test_a_mixture_keeps_its_weights_at_every_step_and_each_window_once_an_epoch_in_a_new_order(sources):
   corpus = mixture_of(sources, 3, 1)
   assert corpus.train.weights == (0.75, 0.25)
   spaced = f" 7.5e-1 * shards:{sources}/a  + .25*shards:{sources}/b/ "
@@ -127,7 +127,7 @@ def test_a_mixture_keeps_its_weights_at_every_step_and_each_window_once_an_epoch
   for number, split in enumerate(corpus.train.splits):
     places = [place for its, place in found if its == number]
     epoch = (len(split.tokens) - 1) // 24
-    assert len(places) > epoch > 5
+    assert len(places) > epoch > 5 and places[:epoch] != places[epoch : 2 * epoch]
     for start in range(0, len(places) - epoch, epoch):
       assert sorted(places[start : start + epoch]) == list(range(epoch))
 
