@@ -1,4 +1,4 @@
-"""Distillation: the loss against a plain one, what reaches the teacher, runs with a teacher, self-distillation."""
+"""Losses without and with a teacher against plain ones, runs with a teacher, and self-distillation."""
 
 import re
 import shutil
@@ -14,58 +14,93 @@ from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.model.ready import make_ready
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training import flops
+from diffeq_nnx.training import loss as loss_lib
 from diffeq_nnx.training.loop import train
-from diffeq_nnx.training.loss import chunked_losses
+from diffeq_nnx.training.loss import chunked_cross_entropy, chunked_losses
 from diffeq_nnx.training.report import read_metrics
 from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
 from tests.conftest import change, equal, masked_batch, moved_instance, run_config, small_config, told
 from tests.test_depth_order import ordered
-from tests.test_loss import example
 
 
-def make_states(dtype, **sizes):
-  """(hidden, head, teacher, targets, mask), the teacher of another width."""
-  hidden, head, targets, mask = example(dtype, **sizes)
-  rng = np.random.default_rng(1)
-  teacher = jnp.asarray(rng.normal(size=(2, 12, 5)), dtype), jnp.asarray(rng.normal(size=(len(head), 5)), dtype)
-  return hidden, head, teacher, targets, mask
+def example(dtype=jnp.float32, B=2, L=12, D=8, V=17):
+  """(hidden, head, teacher, targets, mask), random, the teacher of another width."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+  targets, mask = jnp.asarray(rng.integers(V, size=(B, L))), jnp.asarray(rng.random((B, L)), jnp.float32)
+  return normal(B, L, D), normal(V, D), (normal(B, L, 5), normal(V, 5)), targets, mask
 
 
 def plain_losses(hidden, head, teacher, targets, mask, weight):
   """All logits at one time."""
-  log_p, log_q = (jax.nn.log_softmax(jnp.einsum("bld,vd->blv", *one)) for one in (teacher, (hidden, head)))
+  log_q, *log_p = (jax.nn.log_softmax(jnp.einsum("bld,vd->blv", *one)) for one in ((hidden, head), teacher) if one)
   cross_entropy = -jnp.sum(mask * jnp.take_along_axis(log_q, targets[..., None], axis=-1)[..., 0])
-  divergence = jnp.sum(mask[..., None] * jnp.exp(log_p) * (log_p - log_q))
-  return (1 - weight) * cross_entropy + weight * divergence, (cross_entropy, divergence)
+  if not teacher:
+    return (cross_entropy,)
+  divergence = jnp.sum(mask[..., None] * jnp.exp(log_p[0]) * (log_p[0] - log_q))
+  return (1 - weight) * cross_entropy + weight * divergence, cross_entropy, divergence
 
 
-def test_value_and_gradient_are_those_of_the_plain_divergence_and_none_reaches_the_teacher(x64):
-  """In float64, and for a teacher equal to the model, to which the divergence is exactly 0."""
-  *states, targets, mask = make_states(jnp.float64)
-  for teacher, weight, num_chunks in ((states[2], 0.3, 4), (states[:2], 1.0, None)):
-    states[2] = tuple(teacher)
+def plain_cross_entropy(hidden, head, targets, mask):
+  return plain_losses(hidden, head, (), targets, mask, 0.0)[0]
 
-    def chunked(*states):
-      loss, *parts = chunked_losses(*states, targets, mask, num_chunks, weight)
-      return loss, tuple(parts)
 
-    plain = lambda *states: plain_losses(*states, targets, mask, weight)
-    gradients = lambda one, of: jax.jit(jax.value_and_grad(one, of, has_aux=True))(*states)
+def test_value_and_gradient_are_those_of_the_plain_losses_and_none_reaches_the_teacher(x64):
+  """In float64, without a teacher, with one, and with one equal to the model, to which the divergence is exactly 0."""
+  hidden, head, taught, *rest = example(jnp.float64)
+  for teacher, weight, num_chunks in (((), 0.0, 1), ((), 0.0, 12), (taught, 0.3, 4), ((hidden, head), 1.0, None)):
+
+    def tripled(losses, *how):
+      def function(*states):
+        loss, *parts = losses(*states, *rest, *how)
+        return 3 * loss, parts
+
+      return function
+
+    plain, chunked = tripled(plain_losses, weight), tripled(chunked_losses, num_chunks, weight)
+    gradients = lambda one, of: jax.jit(jax.value_and_grad(one, of, has_aux=True))(hidden, head, teacher)
     expected, (found, (*found_gradients, of_teacher)) = gradients(plain, (0, 1)), gradients(chunked, (0, 1, 2))
     equal((found, tuple(found_gradients)), expected, 1e-12, 1e-10)
-    assert not any(np.any(leaf) for leaf in of_teacher)
-    equal(jax.jit(chunked)(*states), expected[0], 1e-12, 1e-10)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_teacher))
+    equal(jax.jit(chunked)(hidden, head, teacher), expected[0], 1e-12, 1e-10)
   assert found[0] == found[1][1] == 0
 
 
 def test_no_array_has_the_logits_of_all_positions():
   """Nor of more than a chunk, of 3 positions."""
-  hidden, head, taught, targets, mask = make_states(jnp.float32, D=4, V=100)
+  hidden, head, taught, targets, mask = example(D=4, V=100)
   for teacher in ((), taught):
     loss = lambda hidden, head, teacher=teacher: chunked_losses(hidden, head, teacher, targets, mask, 4, 0.5)[0]
     written = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, head))
     sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in re.findall(r"f32\[([\d,]+)\]", written)]
     assert max(sizes) == 2 * 3 * 100
+
+
+def test_a_length_without_divisors_is_filled_up(x64, monkeypatch):
+  """11 positions of which a chunk holds 4 are 3 chunks, not 11."""
+  monkeypatch.setattr(loss_lib, "LOGITS_BYTES", 4 * (2 * 17 * 4))
+  hidden, head, _, *rest = example(jnp.float64, L=11)
+  assert [one.shape[0] for one in loss_lib._chunks((hidden,), None, 17)] == [3]
+  both = [jax.value_and_grad(one, (0, 1))(hidden, head, *rest) for one in (chunked_cross_entropy, plain_cross_entropy)]
+  equal(*both, 1e-12, 1e-10)
+
+
+def test_bfloat16_accumulates_in_float32():
+  hidden, head, _, *rest = example(jnp.bfloat16, D=64, V=400)
+  chunked = jax.value_and_grad(lambda *a: chunked_cross_entropy(*a, 4), (0, 1))
+  value, gradients = jax.jit(chunked)(hidden, head, *rest)
+  wide = (np.asarray(array, np.float32) for array in (hidden, head))
+  exact, exact_gradients = jax.jit(jax.value_and_grad(plain_cross_entropy, (0, 1)))(*wide, *rest)
+  assert value.dtype == jnp.float32 and gradients[0].dtype == gradients[1].dtype == jnp.bfloat16
+  np.testing.assert_allclose(value, exact, rtol=1e-5)
+  for ours, theirs in zip(gradients, exact_gradients):
+    assert np.linalg.norm(np.asarray(ours, np.float32) - theirs) / np.linalg.norm(theirs) < 1e-2
+
+
+def test_chunks_that_do_not_divide_are_an_error():
+  hidden, head, _, *rest = example()
+  line = told(lambda: chunked_cross_entropy(hidden, head, *rest, 5), ValueError)
+  assert "num_chunks=5: must divide the 12 positions of a sequence that a device holds" in line
 
 
 def test_between_a_student_and_a_teacher_that_equals_it_there_is_no_divergence():
