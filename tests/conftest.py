@@ -87,9 +87,8 @@ def pytest_unconfigure():
       shutil.rmtree(os.environ[name], ignore_errors=True)
 
 
-# every preset, as changes to a ModelConfig
-PRESETS = {
-  "parallel": {"weights": "stored"},
+# changes to a ModelConfig by the names of presets, and those of solvers that no preset has
+PRESETS = {name: {"solver": name} for name in config_lib.choices("model.solver")[2:]} | {
   "diffeq": {},
   "published": {"initialization": "published", "horizon": 1.0},
   "baseline": {"weights": "stored", "solver": "sequential"},
@@ -100,10 +99,6 @@ PRESETS = {
   "shared_mlp": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="shared_mlp")},
   "uniform": {"time": TimeConfig(sinusoidal_dim=6, time_embed_dim=5, embedding="uniform")},
 }
-
-
-# each solver that no preset has
-SOLVER_PRESETS = {name: {"solver": name} for name in config_lib.choices("model.solver")[2:]}
 
 
 def small_model(**changes) -> ModelConfig:
@@ -216,6 +211,10 @@ class Lazy:
     if attribute.startswith("_"):  # pytest looks for such marks on all that a file of tests holds
       raise AttributeError(attribute)
     return getattr(importlib.import_module(self._name), attribute)
+
+
+class Stop(Exception):
+  """Raised by a test where nothing that follows is looked at."""
 
 
 def told(call, kind: type[Exception] = UserError) -> str:

@@ -19,7 +19,7 @@ from diffeq_nnx.depth.discretization import discretize
 from diffeq_nnx.errors import RunError
 from diffeq_nnx.model import vector_fields
 from launch.experiments import clusters
-from tests.conftest import PRESETS, SOLVER_PRESETS, moved_instance, small_model, told
+from tests.conftest import PRESETS, moved_instance, small_model, told
 from tests.test_solvers import smooth
 
 TOKENS = np.random.default_rng(0).integers(31, size=9)
@@ -28,9 +28,7 @@ TOKENS = np.random.default_rng(0).integers(31, size=9)
 @functools.cache
 def analyzed(field="gpt", preset="diffeq", dtype="float64", **changes) -> AnalyzedModel:
   with jax.enable_x64(dtype == "float64"):
-    return AnalyzedModel(
-      moved_instance(small_model(dtype=dtype, field=field, **(PRESETS | SOLVER_PRESETS)[preset], **changes), scale=0.3)
-    )
+    return AnalyzedModel(moved_instance(small_model(dtype=dtype, field=field, **PRESETS[preset], **changes), scale=0.3))
 
 
 @nnx.jit(static_argnums=1)
@@ -89,7 +87,7 @@ def dense_per_token(one: AnalyzedModel, tokens) -> np.ndarray:
 @pytest.mark.parametrize("field, preset, form", [("gpt", "heun", "exact"), ("llama", "leapfrog", "per_token")])
 def test_the_last_state_gives_the_models_logits_and_exponents_are_those_of_the_dense_product(x64, field, preset, form):
   one = analyzed(field, preset)
-  model = moved_instance(small_model(dtype="float64", field=field, **(PRESETS | SOLVER_PRESETS)[preset]), scale=0.3)
+  model = moved_instance(small_model(dtype="float64", field=field, **PRESETS[preset]), scale=0.3)
   passed = one.observe(TOKENS, attention=True)
   np.testing.assert_allclose(logits_of(one.ready, passed.states[-1]), forward(model), atol=1e-12)
   assert passed.states.shape == (4, 1, 9, 24)

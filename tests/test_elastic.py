@@ -20,7 +20,7 @@ from diffeq_nnx.model.model import Model
 from diffeq_nnx.model.parameters import build, params_of
 from diffeq_nnx.training import flops
 from launch.experiments.elastic import RECIPES
-from tests.conftest import change, equal, moved_instance, small_config, small_model, told, weights_of
+from tests.conftest import Stop, change, equal, moved_instance, small_config, small_model, told, weights_of
 from tests.test_discretize import logits
 
 UNIFORM = TimeConfig(embedding="uniform", sinusoidal_dim=6, time_embed_dim=8, weights_at="mean")
@@ -162,10 +162,6 @@ ASKED = {
 }
 
 
-class Enough(Exception):
-  """What comes after the warning would begin."""
-
-
 TAKING = {name for name, job in jobs.JOBS.items() if "num_steps" in job.flags}
 
 
@@ -175,7 +171,7 @@ def test_each_job_warns_at_a_number_of_steps_that_was_never_trained(job, finishe
   following, options = ASKED[job]
 
   def stop(*arguments, **options):
-    raise Enough
+    raise Stop
 
   if job == "harness":
     run = lambda count: pytest.importorskip("diffeq_nnx.harness.adapter").DiffEqLM(str(source), num_steps=count)
@@ -186,7 +182,7 @@ def test_each_job_warns_at_a_number_of_steps_that_was_never_trained(job, finishe
       workdir, options = tmp_path / "new", {"from_workdir": str(source)}
     run = lambda count: jobs.run(job, config, str(workdir), num_steps=count, **options)
   for count, warned in ((4, True), (2, False)):
-    with contextlib.suppress(Enough):
+    with contextlib.suppress(Stop):
       run(count)
     said = capsys.readouterr().err
     assert said.count("warning: this run was trained at 2 solver steps and never at 4") == warned

@@ -13,7 +13,7 @@ from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
 from diffeq_nnx.model import vector_fields
 from diffeq_nnx.model.cpu_kernels import OutputFirst
 from diffeq_nnx.model.model import Model
-from tests.conftest import PRESETS, SOLVER_PRESETS, moved_instance, on_eight_devices, small_model, told
+from tests.conftest import PRESETS, moved_instance, on_eight_devices, small_model, told
 
 PROMPTS = [[3, 14], [15, 9, 2, 6, 5, 30], [8]]
 
@@ -51,7 +51,7 @@ def begin_state(next_B: list[int]) -> decoding.DecodeState:
 )
 def test_logits_in_a_batch_are_those_of_each_row_alone_to_1e_10(preset, field, num_steps, first, x64):
   """Rows of different lengths, read whole or in chunks and then token by token, against the forward pass of each."""
-  model = make(small_model(field=field, dtype="float64", num_steps=2, **(PRESETS | SOLVER_PRESETS)[preset]))
+  model = make(small_model(field=field, dtype="float64", num_steps=2, **PRESETS[preset]))
   decoder, lengths = diffeq_nnx.Decoder(model, num_steps), (2, 7, 4)
   rows = np.random.default_rng(0).integers(31, size=(3, 11)).astype(np.int32)
   tokens_BxL = np.zeros((3, 7), np.int32)

@@ -102,8 +102,6 @@ def test_a_window_that_no_layer_has_is_no_limit(tmp_path):
   ):
     path.write_text(json.dumps({**said, **changes}))
     same_logits(tmp_path, theirs)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    np.testing.assert_allclose(torch_logits(again), torch_logits(theirs), rtol=1.3e-6, atol=1e-5)
 
 
 def test_an_exported_qwen_2_says_that_auto_tokenizer_takes_its_own_class(tmp_path):

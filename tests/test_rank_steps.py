@@ -100,10 +100,6 @@ def test_losses_of_candidates_are_those_of_models_whose_order_leaves_them_out():
 # runs
 
 
-class Stop(Exception):
-  pass
-
-
 def losses_of(workdir):
   return [(one["step"], one["loss"]) for split in ("train", "validation") for one in read_metrics(workdir, split)]
 
@@ -148,10 +144,10 @@ def test_the_job_writes_an_order_and_an_interrupted_one_goes_on(begun, ranked, t
 
   def losses(self, kept, *arguments):
     if len(kept) == 4:
-      raise Stop
+      raise conftest.Stop
     return measured(self, kept, *arguments)
 
-  with monkeypatch.context() as patch, pytest.raises(Stop):
+  with monkeypatch.context() as patch, pytest.raises(conftest.Stop):
     patch.setattr(ranking.Ranker, "losses", losses)
     rank(config, path)
   assert Run.open(str(path)).started.model.depth_order == () and len(read(path, "steps.json")["left_out"]) == 1
@@ -178,9 +174,9 @@ def test_a_ranked_run_is_evaluated_discretized_and_trains_on(begun, ranked, tmp_
   copy = str(shutil.copytree(workdir, tmp_path / "on"))
 
   def draw(config, step):
-    raise Stop  # what follows is the same for any model: the training at drawn steps below
+    raise conftest.Stop  # what follows is the same for any model: the training at drawn steps below
 
-  with monkeypatch.context() as patch, pytest.raises(Stop):
+  with monkeypatch.context() as patch, pytest.raises(conftest.Stop):
     patch.setattr(loop, "draw_num_steps", draw)
     loop.train(config, copy)  # a config without the order
   assert Run.open(copy).started == started
@@ -240,10 +236,10 @@ def test_tuning_at_drawn_steps_keeps_the_order_and_goes_on_bit_for_bit(begun, ra
   def draw(config, step):
     if step == 6:
       opened[0].close()  # the checkpoint of step 4 is written
-      raise Stop
+      raise conftest.Stop
     return draw_num_steps(config, step)
 
-  with monkeypatch.context() as patch, pytest.raises(Stop):
+  with monkeypatch.context() as patch, pytest.raises(conftest.Stop):
     patch.setattr(loop, "start_state", lambda *arguments: opened.append(arguments[1]) or start_state(*arguments))
     patch.setattr(loop, "draw_num_steps", draw)
     tune(halves)
