@@ -23,8 +23,9 @@ torch, torch_files, transformers = map(Lazy, ("torch", "safetensors.torch", "tra
 GPT2 = dict(vocab_size=31, n_positions=12, n_embd=24, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=0)
 LLAMA = dict(vocab_size=31, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
 LLAMA |= dict(num_key_value_heads=2, max_position_embeddings=12, bos_token_id=None, eos_token_id=0)
+# of the three frequencies here one stays, one lies between, and one is slowed by the whole factor
 LLAMA_3 = dict(
-  rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8
+  rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
 
 
@@ -57,9 +58,10 @@ def same_logits(folder, theirs, seq_len=None):
 
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+SCALED = {"rope_parameters": {"rope_theta": 50.0, **LLAMA_3}, "max_position_embeddings": 64}
 UNUSUAL = {  # below, a GPT-2 is tied, and a Llama and a Qwen 2 are not
   "gpt2": UNTIED | {"n_inner": 40, "layer_norm_epsilon": 1e-3, "activation_function": "gelu_pytorch_tanh"},
-  "llama": TIED | {"rope_parameters": {"rope_theta": 50.0, **LLAMA_3}, "rms_norm_eps": 1e-2, "num_key_value_heads": 4},
+  "llama": TIED | SCALED | {"rms_norm_eps": 1e-2, "num_key_value_heads": 4},
   "mistral": {"sliding_window": None, "head_dim": 8},
   "qwen2": TIED | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
   "qwen3": TIED | {"head_dim": 6, "num_key_value_heads": 1},

@@ -1,6 +1,6 @@
-"""Rotary position embedding: Llama 3's scaling, and the TPU kernel in the interpreter against plain JAX.
+"""Rotary position embedding: late positions, and the TPU kernel in the interpreter against plain JAX.
 
-Its definition: tests/test_model.py, by tests/reference.py.
+Its definition: tests/test_model.py, by tests/reference.py; Llama 3's scaling: tests/test_import.py.
 """
 
 import functools
@@ -13,21 +13,6 @@ import pytest
 from diffeq_nnx.kernels.rotary import frequencies, rotate
 from diffeq_nnx.kernels.rotary.reference import rotate_reference
 from diffeq_nnx.kernels.rotary.tpu import rotate_tpu
-from tests.conftest import Lazy
-
-transformers = Lazy("transformers")
-
-
-def test_llama_3_s_scaling_slows_long_waves_alone():
-  """Against transformers' own function, and at its two ends."""
-  settings = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-  rope = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 64, **settings}
-  config = transformers.LlamaConfig(head_dim=32, max_position_embeddings=512, rope_parameters=rope)
-  expected, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-  scaled, plain = frequencies(32, base=5e5, original_len=64, **settings), frequencies(32, base=5e5)
-  np.testing.assert_allclose(scaled, expected.numpy(), rtol=1e-6)
-  assert factor == 1 and scaled[0] == plain[0] and np.isclose(scaled[-1], plain[-1] / 8)
-  assert len({*np.round(plain / scaled, 6)} - {1.0, 8.0}) > 0  # some between
 
 
 @pytest.mark.parametrize("dtype,atol,atol_of_slow", [("float32", 2**-6, 1e-5), ("bfloat16", 2**-4, 2**-5)])
