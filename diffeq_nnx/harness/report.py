@@ -22,8 +22,6 @@ CONDITIONS = (
 # lm_eval's `fewshot_as_multiturn` in words
 CHAT_FORMS = {True: "examples are turns", False: "examples are part of the question"}
 
-EXAMPLES = "never the question"  # see `tasks.excluding_questions`
-
 Results = dict[str, Any]  # what lm_eval returns
 
 
@@ -44,11 +42,6 @@ class Estimate(NamedTuple):
 
   def __str__(self) -> str:
     return f"{self.value:.4f}" if self.error is None else f"{self.value:.4f} ± {self.error:.4f}"
-
-
-def name_file(shots: int | None) -> str:
-  """Names the file of results with so many examples before each question, None for the number that each task sets."""
-  return NAME if shots is None else f"results_{shots}shot.json"
 
 
 def read(path: str, folder: str) -> list[Results]:

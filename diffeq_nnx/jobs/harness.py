@@ -92,7 +92,8 @@ def evaluate_downstream(
     )
   info = lm.get_model_info()
   to_json = lambda value, indent: json.dumps(value, indent=indent, default=str, ensure_ascii=False)
-  written = {report.name_file(count): to_json(one, 2) for count, one in zip(shots, ours)}
+  file_names = (report.NAME if count is None else f"results_{count}shot.json" for count in shots)
+  written = {name: to_json(one, 2) for name, one in zip(file_names, ours)}
   if text is not None:
     record = {"text": settings.text, **text, **{name: info[name] for name in CONDITIONS}}
     written["perplexity.json"] = to_json(record, 1) + "\n"
@@ -168,7 +169,7 @@ def _evaluate(
       )
     one["config"]["model"] = "diffeq_nnx"
     if count != 0:
-      one["config"]["examples"] = report.EXAMPLES
+      one["config"]["examples"] = "never the question"  # see `tasks.excluding_questions`
     if settings.apply_chat_template:
       one["config"]["chat_template"] = report.CHAT_FORMS[settings.fewshot_as_multiturn]
     found.append(one)

@@ -69,8 +69,7 @@ def state_of(config: Config, params: Params) -> State:
 def place_state(config: Config, params: Params, mesh: Mesh) -> State:
   """The state at step 0 of a model with these parameters, placed as the mesh splits them."""
   places = state_shardings(config, mesh)
-  learning, frozen = parameters.split(config.model, params)
-  params = jax.device_put(parameters.join(learning, frozen), all_params(places))
+  params = jax.device_put(params, all_params(places))
   return jax.jit(state_of, static_argnums=0, out_shardings=places)(config, params)
 
 
