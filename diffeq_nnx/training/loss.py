@@ -56,15 +56,8 @@ def chunked_losses(hidden_BxLxD, head_VxD, teacher, targets_BxL, mask_BxL, num_c
     (cross-entropy,) or ((1 - weight) * cross-entropy + weight * divergence, cross-entropy, divergence), where
     the divergence is mask * KL(teacher || model) in nats; only the first of them may be differentiated.
   """
-  heads = (head_VxD, *teacher[1:])
-  chunks = _chunks((hidden_BxLxD, targets_BxL, mask_BxL, *teacher[:1]), num_chunks, sum(map(len, heads)))
-
-  def chunk(totals_R, args):
-    losses_R, *_ = _chunk_losses(heads, weight, *args)
-    return jax.tree.map(jnp.add, totals_R, losses_R), None
-
-  zeros_R = (_zeros(chunks[0], ()),) * (3 if teacher else 1)
-  return jax.tree.map(jnp.sum, jax.lax.scan(chunk, zeros_R, chunks)[0])
+  # JAX leaves out of a compiled program what is unused, here the gradients
+  return _forward(hidden_BxLxD, head_VxD, teacher, targets_BxL, mask_BxL, num_chunks, weight)[0]
 
 
 def _zeros(hidden_NxRxbxCxD: jax.Array, shape: tuple[int, ...]) -> jax.Array:
