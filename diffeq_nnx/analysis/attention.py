@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from diffeq_nnx.analysis.analyzed_model import AnalyzedModel, Pass, logits_of
-from diffeq_nnx.model.ready import ReadyModel
+from diffeq_nnx.analysis.sensitivity import pull_back
 
 HALF = 25  # repeated tokens, if there are positions for them
 ROWS = 4  # texts of repeated tokens
@@ -27,21 +27,11 @@ def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
 
 def gradient_times_input(model: AnalyzedModel, passed: Pass, token: int) -> np.ndarray:
   """The gradient of the logit of `token` after a text times each token's initial state, summed over D: [L], signed."""
+  ready, x_1xLxD, links = model.ready, passed.states[0], model.without_generator.links_of(model.ready.weights)
   with model.use_device():
-    return np.asarray(_gradient_times_input(model.ready, passed.states[0], token))
-
-
-@jax.jit
-def _gradient_times_input(ready: ReadyModel, x_1xLxD: jax.Array, token: jax.Array) -> jax.Array:
-  model = ready.make_model()
-  step, solver = model.make_step(ready.weights.grid), model.solver
-
-  def logit(x_1xLxD):
-    recomputed = jax.checkpoint(lambda carry, link: (step(carry, link), None), prevent_cse=False)
-    carry, _ = jax.lax.scan(recomputed, solver.init(x_1xLxD), model.links_of(ready.weights))
-    return logits_of(ready, solver.read(carry))[0, -1, token]
-
-  return (jax.grad(logit)(x_1xLxD) * x_1xLxD).sum(-1)[0]
+    at_end_1xLxD = jax.grad(lambda x_1xLxD: logits_of(ready, x_1xLxD)[0, -1, token])(passed.states[-1])
+    at_start_1xLxD = pull_back(ready, x_1xLxD, passed.carries, links, at_end_1xLxD[:, -1])  # 0 but for the last token
+    return np.asarray((at_start_1xLxD * x_1xLxD).sum(-1)[0])
 
 
 def likeliest(model: AnalyzedModel, passed: Pass) -> tuple[int, float]:

@@ -97,7 +97,7 @@ def jacobian(
     for first in range(0, D, chunk):
       rows = np.arange(first, min(first + chunk, D))
       cotangents_cxD = jnp.asarray(np.eye(D)[np.resize(rows, chunk)], passed.states.dtype)  # one shape: compiled once
-      pulled_cxLxD = _pull_back(model.ready, start, carries, links, cotangents_cxD)
+      pulled_cxLxD = pull_back(model.ready, start, carries, links, cotangents_cxD)
       result_KxDxD[:, rows] = np.asarray(pulled_cxLxD)[: len(rows), ks].swapaxes(0, 1)
       progress(len(ks) * len(rows) / D)
   return result_KxDxD
@@ -132,7 +132,7 @@ def _singular_values(model: AnalyzedModel, passed: Pass, form: str, num: int, pr
 
 
 @jax.jit
-def _pull_back(
+def pull_back(
   ready: ReadyModel, start_1xLxD: jax.Array, carries: Any, links: Any, cotangents_cxD: jax.Array
 ) -> jax.Array:
   """Cotangents of the last token's final state, pulled back to all initial states `start_1xLxD`, [c, L, D].
