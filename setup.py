@@ -66,7 +66,7 @@ setuptools.setup(
     "plotly>=6",
     "protobuf",
     "safetensors>=0.4.3",
-    "sentencepiece>=0.2.1",
+    "sentencepiece>=0.2.2",
     "tensorboardX",
     "tokenizers>=0.21",
     "tqdm",

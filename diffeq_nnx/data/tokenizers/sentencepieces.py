@@ -134,17 +134,6 @@ def split_facts(content: bytes) -> tuple[bytes, dict[str, Any] | None]:
   return content[:at], facts
 
 
-def _encode_with_places(model: sentencepiece.SentencePieceProcessor, text: str) -> list[tuple[int, int, int]]:
-  """Returns each id with its first character and its last plus 1."""
-  from sentencepiece import sentencepiece_pb2  # which needs protobuf
-
-  messages: Any = sentencepiece_pb2  # whose classes are made when it is imported
-  pieces = messages.SentencePieceText.FromString(model.encode(text, out_type="serialized_proto")).pieces
-  begins_character = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
-  chars = [0, *np.cumsum(begins_character).tolist()]  # before each byte
-  return [(one.id, chars[one.begin], chars[one.end]) for one in pieces]
-
-
 def _find_any(names: Iterable[str]) -> re.Pattern | None:
   """Returns a pattern that finds the longest of these names, or None if there are none."""
   longest_first = sorted(names, key=len, reverse=True)
@@ -255,15 +244,17 @@ class SentencePieceTokenizer(base.Tokenizer):
     """See `Tokenizer.encode_spans`."""
     text.encode()
     names = self._special_names if rendered else {name: number for number, name in self._names.items() if name}
-    ids, spans, at = [], [], 0
+    ids: list[int] = []
+    spans, at = [], 0
     for model, piece, known in self._split(text, _find_any(names), names):
       if known is None:
-        found = _encode_with_places(model, piece)
+        found = model.encode(piece, return_type="offset_mapping")
+        known, places = found["ids"], found["offsets"]
       else:  # of a name, or the bytes of one character
-        found = [(number, 0, len(piece)) for number in known]
-      ids += [number for number, _, _ in found]
+        places = [(0, len(piece))] * len(known)
+      ids += known
       # the library gives a character to the last of its bytes alone
-      spans += [(at + begin, at + max(end, begin + 1)) for _, begin, end in found]
+      spans += [(at + begin, at + max(end, begin + 1)) for begin, end in places]
       at += len(piece)
     return np.array(ids, np.int32), np.array(spans, np.int64).reshape(-1, 2)
 
