@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import os
 import re
 
@@ -156,9 +154,7 @@ def _make_corpus(
     raise UserError(f"data.rows=padded: {SAME_MARKS}, or data.rows=packed")
   *train, validation = (dataclasses.replace(split, padding=padding) for split in splits)
   facts = [[one.hash_tokens("train") for one in trained], weights, [one.hash_tokens("validation") for one in validated]]
-  return Corpus(
-    tokenizer, Mixture(tuple(train), tuple(weights)), validation, hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-  )
+  return Corpus(tokenizer, Mixture(tuple(train), tuple(weights)), validation, files.hash_json(facts))
 
 
 def _check_tokenizer(config: DataConfig, tokenizer: Tokenizer, name: str) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import json
 import os
 from typing import Any
 import zlib
@@ -246,7 +245,7 @@ class Directory:
   def hash_tokens(self, split: str) -> str:
     """Returns a hash of the tokens of a split, in hex."""
     sums = [shard["sha256"] for shard in self.manifest["splits"][split]["shards"]]
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+    return files.hash_json(sums)
 
 
 def open_directory(directory: str, manifest: dict[str, Any], label: str, cached: bool = False) -> Directory:

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 import difflib
 import functools
-import hashlib
-import json
 import os
 from typing import Any
 
@@ -12,6 +10,7 @@ from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import catalog, files, hub, parquet, records
 from diffeq_nnx.data.sources.records import Counts, Options, Part, name_columns
 from diffeq_nnx.errors import UserError
+from diffeq_nnx.files import hash_json
 
 KINDS = ("builtin", "text:GLOB", "jsonl:GLOB", "parquet:GLOB", "tfds:NAME/CONFIG:SPLIT", "hf:NAME:SPLIT", "shards:DIR")
 _NAMES = tuple(kind.partition(":")[0] for kind in KINDS)
@@ -85,7 +84,7 @@ class Source:
     state: list[Any] = [self._state, options.text_key, options.bad_records]
     if options.records != "text":
       state += [options.records, list(name_columns(options).values()), options.chat_template]
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+    return hash_json(state)
 
 
 def open_source(source: str, key: str = "data.source", options: Options = Options()) -> Source:
