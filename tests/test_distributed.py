@@ -244,7 +244,8 @@ def test_two_processes_answer_a_file_of_prompts_as_one_does_also_after_a_kill(fi
     jobs.run("generate", config, str(workdir), **two)
   assert not out.exists() and len(before[0].splitlines()) == 7
   unfinished.write_text(before[0] + '{"line": 1')  # cut off
-  words = ["--job=generate", f"--workdir={workdir}", *(f"--{name}={value}" for name, value in two.items())]
+  # the default of a setting, when it is given, is no other setting
+  words = ["--job=generate", f"--workdir={workdir}", *(f"--{k}={v}" for k, v in {**two, "temperature": 1.0}.items())]
   commands = local.commands(2, local.free_port(), [*words, "--config.mesh.tensor=2"])
   running = [Process(line[3:], local.environment(2)) for line in commands]
   assert [process.end() for process in running] == [0, 0], running[0].lines[-20:]

@@ -1,6 +1,7 @@
 """--job=generate: text from a run's newest model."""
 
 from collections.abc import Callable, Iterator, Sequence
+import dataclasses
 import functools
 import json
 import sys
@@ -71,8 +72,8 @@ def generate(
     prompt_ids = encode_prompts(tokenizer, prompt, chat)
   decoder, draft = _make_decoders(run, num_steps, draft_steps)
   identity = {"run": run.hash, "step": run.step, "depth_order": list(run.config.model.depth_order)}
-  identity |= {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, "draft_tokens": None, **options}
-  identity.pop("rows", None)  # on which no text depends
+  identity |= {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, **dataclasses.asdict(settings)}
+  del identity["rows"]  # on which no text depends
   identity |= {"chat": tokenizer.chat_template} if chat else {}
   del run  # the decoder has what it needs
   stop = () if template is None else template.end_of_turn
