@@ -21,6 +21,7 @@ import numpy as np
 
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
+from diffeq_nnx.depth.trained import list_computed
 from diffeq_nnx.model import grids
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
@@ -95,8 +96,9 @@ def table(compared: list[Program], times: dict[int, np.ndarray]) -> str:
   for place, one in enumerate(compared):
     config, seconds = one.config, statistics.median(times[place])
     tokens = config.train.batch_size * config.model.seq_len
-    model = flops.model_flops(config, config.model.num_steps)
-    generator = flops.generator_flops(config.model, config.model.num_steps)
+    computed = list_computed(config, config.model.num_steps)  # two passes with self-distillation
+    model = sum(flops.model_flops(config, count) for count in computed)
+    generator = sum(flops.generator_flops(config.model, count) for count in computed)
     speeds = [f"{tokens / seconds:,.0f}", *(f"{each / seconds / 1e12:.3f}" for each in (model, model + generator))]
     ratio = programs.format_spread(times[place] / times[0])
     rows.append([one.name, f"{1e3 * seconds:.1f}", *speeds, f"{one.bytes / 2**20:,.0f}", ratio])

@@ -86,9 +86,12 @@ def main(argv: list[str] | None = None) -> None:
   """Trains what is missing, prints the table."""
   study = {"schedules": [str], "copies": ["stack", "repeat"], "seeds": [0, 1, 2]}
   args = programs.make_parser(__doc__, config=str, workdir=str, **study).parse_args(argv)
+  schedules = {text: read_schedule(text) for text in args.schedules}
+  if (config := config_lib.load(args.config, args.set)).model.weights != "stored":
+    raise UserError(f"model.weights={config.model.weights}: has no layers to copy; set it to stored")
   tables.require_settings(args.workdir, {"config": args.config, "set": args.set})
   rows, base = [], None
-  for schedule, phases in {text: read_schedule(text) for text in args.schedules}.items():
+  for schedule, phases in schedules.items():
     for copies in args.copies if len(phases) > 1 else [""]:
       losses = [_find_loss(args, schedule, phases, copies, seed) for seed in args.seeds]
       against = "" if base is None else tables.difference(losses, base)

@@ -270,9 +270,10 @@ def main(argv: list[str] | None = None) -> None:
   args = programs.make_parser(__doc__, workdir=str, text=str, out=str, **flags).parse_args(argv)
   run = Run.open(args.workdir)
   remember = lambda name, measure, *given: tables.remember(f"{args.out}/{name}.json", lambda: measure(*given))
-  # more texts may be added
-  tables.require_settings(args.out, {**vars(args), "workdir": run.hash, "step": run.step, "texts": None})
   rows = read_rows(args.text, run.tokenizer, args.rows, min(args.tokens, run.config.model.seq_len))
+  # more texts may be added, and the folder may be moved
+  settings = {**vars(args), "workdir": run.hash, "step": run.step, "texts": None, "out": None}
+  tables.require_settings(args.out, settings)
   with jax.set_mesh(run.mesh):
     analyzed = AnalyzedModel(run.model)
   eigen = remember("spectra", measure_spectra, analyzed)
