@@ -27,8 +27,9 @@ def rollout(attention_SxHxLxL: np.ndarray) -> np.ndarray:
 
 def gradient_times_input(model: AnalyzedModel, passed: Pass, token: int) -> np.ndarray:
   """The gradient of the logit of `token` after a text times each token's initial state, summed over D: [L], signed."""
-  ready, x_1xLxD, links = model.ready, passed.states[0], model.without_generator.links_of(model.ready.weights)
+  ready, x_1xLxD = model.ready, passed.states[0]
   with model.use_device():
+    links = model.without_generator.links_of(ready.weights)
     at_end_1xLxD = jax.grad(lambda x_1xLxD: logits_of(ready, x_1xLxD)[0, -1, token])(passed.states[-1])
     at_start_1xLxD = pull_back(ready, x_1xLxD, passed.carries, links, at_end_1xLxD[:, -1])  # 0 but for the last token
     return np.asarray((at_start_1xLxD * x_1xLxD).sum(-1)[0])
