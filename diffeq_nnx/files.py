@@ -292,7 +292,7 @@ def replacing_folder(path: str, last: str) -> Iterator[str]:
   if is_url(path):
     with tempfile.TemporaryDirectory() as folder:
       yield folder
-      _copy_folder(folder, path, last)
+      publish(folder, path, last)
     return
   path = os.path.realpath(path)
   mounted = os.path.ismount(path)
@@ -323,15 +323,6 @@ def make_place_to_build(path: str, cache: str) -> str:
   return place
 
 
-def publish(place: str, path: str, last: str, replaces: Callable[[str], bool]) -> None:
-  """Copies what was built in a local folder to its bucket if the file named `last` is there.
-
-  Other files of the bucket whose names `replaces` holds for are removed.
-  """
-  if exists(os.path.join(place, last)):
-    _copy_folder(place, path, last, replaces)
-
-
 def _list_files(folder: str) -> list[str]:
   """Lists the files in a local folder and the folders in it, by their paths from it, in order."""
   return sorted(os.path.relpath(os.path.join(top, name), folder) for top, _, names in os.walk(folder) for name in names)
@@ -342,12 +333,12 @@ def _find_objects(fs: fsspec.AbstractFileSystem, root: str) -> list[str]:
   return [name for name in fs.find(root) if not name.endswith("/")]
 
 
-def _copy_folder(folder: str, path: str, last: str, replaces: Callable[[str], bool] = lambda name: True) -> None:
+def publish(folder: str, path: str, last: str, replaces: Callable[[str], bool] = lambda name: True) -> None:
   """Copies a local folder to a bucket, and removes other files there whose names `replaces` holds for.
 
   The file named `last` is removed first, unless it is there and the same, and written last.
   """
-  names = [name for name in _list_files(folder) if name != LOCK]
+  names = _list_files(folder)
   early = [name for name in names if name != last]
   with _accessing(path) as (fs, root):
     place = lambda name: posixpath.join(root, name)
@@ -357,8 +348,7 @@ def _copy_folder(folder: str, path: str, last: str, replaces: Callable[[str], bo
     for name in filter(replaces, there - set(names)):
       fs.rm(place(name))
     fs.put([os.path.join(folder, name) for name in early], list(map(place, early)), batch_size=TRANSFERS)
-    if last in names:
-      fs.put_file(os.path.join(folder, last), place(last))
+    fs.put_file(os.path.join(folder, last), place(last))
 
 
 @contextlib.contextmanager

@@ -215,7 +215,7 @@ def test_a_manifest_that_can_not_be_read_now_stays(text, prepared, tmp_path, mon
 def test_what_another_recipe_left_for_a_bucket_is_not_published(text, tmp_path, monkeypatch):
   config = dataclasses.replace(config_of(text), cache_dir=str(tmp_path / "cache"))
   with monkeypatch.context() as patch, pytest.raises(OSError):
-    patch.setattr(shards.files, "_copy_folder", lambda *_: os.close(-1))
+    patch.setattr(shards.files, "publish", lambda *_: os.close(-1))
     prepare("memory://shards", config)
   assert len(os.listdir(tmp_path / "cache")) == 1
   prepare("memory://shards", dataclasses.replace(config, validation_fraction=0.4))

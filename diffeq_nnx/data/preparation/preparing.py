@@ -164,7 +164,8 @@ def prepare(directory: str, recipe: Recipe, wait: bool = False) -> dict[str, Any
         raise UserError(f"data.source={recipe.config.source}: files changed while they were read; start again")
       finish(place, unfinished, manifest)
     if in_bucket:
-      files.publish(place, directory, shards.MANIFEST, is_ours)
+      if os.path.exists(os.path.join(place, shards.MANIFEST)):  # else the bucket has it, and what is here is removed
+        files.publish(place, directory, shards.MANIFEST, is_ours)
       for name in {*os.listdir(locked)} - {files.LOCK}:
         files.remove(os.path.join(locked, name))
   if in_bucket:
