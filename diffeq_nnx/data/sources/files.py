@@ -177,10 +177,8 @@ def _find_local(pattern: str, prefix: str) -> dict[str, tuple]:
   path, versions = os.path.expanduser(pattern), {}
   # an existing name that contains [ or * is taken literally
   for name in [path] if os.path.exists(path) else glob.glob(path, recursive=True):
-    try:
+    with records.reading(prefix, name):
       stat = os.stat(name)
-    except OSError as error:
-      raise UserError(records.describe_unreadable(prefix, name, error)) from error
     versions[name] = (stat.st_size, stat.st_mtime_ns)
   return versions
 
@@ -210,8 +208,9 @@ def _find_remote(pattern: str, prefix: str) -> dict[str, tuple]:
     name = fs.unstrip_protocol(name)
     if "/." in name and "/." not in pattern:  # as for local files, a pattern does not match hidden ones
       continue
-    if info.get("type") == "directory":
-      raise UserError(records.describe_unreadable(prefix, name, IsADirectoryError()))
+    with records.reading(prefix, name):
+      if info.get("type") == "directory":
+        raise IsADirectoryError
     if info.get("contentEncoding"):  # of Google Cloud Storage, whose sizes are then not those of what is read
       problem = f"is stored with Content-Encoding {info['contentEncoding']}, and would be cut when it is read"
       raise UserError(f"{prefix} {name} {problem}; upload the file without this option")

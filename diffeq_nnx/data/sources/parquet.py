@@ -65,17 +65,12 @@ def _open(path: str, prefix: str, options: Options) -> Iterator[Any]:
   """Yields a `pyarrow.parquet.ParquetFile`; what goes wrong with it is a UserError."""
   import pyarrow.parquet
 
-  try:
-    with files.open_bytes(path) as content:
-      if content.read(4) != b"PAR1":
-        raise UserError(f"{prefix} {path} is not a Parquet file; name Parquet files, or narrow the glob")
-      with pyarrow.parquet.ParquetFile(content) as file:
-        _check_columns(file.schema_arrow.names, path, prefix, options)
-        yield file
-  except UserError:
-    raise
-  except Exception as error:  # each file system has errors of its own
-    raise UserError(records.describe_unreadable(prefix, path, error)) from error
+  with records.reading(prefix, path), files.open_bytes(path) as content:
+    if content.read(4) != b"PAR1":
+      raise UserError(f"{prefix} {path} is not a Parquet file; name Parquet files, or narrow the glob")
+    with pyarrow.parquet.ParquetFile(content) as file:
+      _check_columns(file.schema_arrow.names, path, prefix, options)
+      yield file
 
 
 def _check_columns(names: Sequence[str], where: str, prefix: str, options: Options) -> None:

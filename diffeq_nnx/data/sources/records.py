@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
 import dataclasses
 import json
 from typing import Any
@@ -139,7 +140,7 @@ def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> I
   Raises UserError for a bad record, unless the options say that they are skipped, and where the part can't be read.
   The message begins with `prefix`, the key and the source.
   """
-  try:
+  with reading(prefix, part.name):
     for document in part.read(prefix, options):
       counts.records += 1
       if isinstance(document, BadRecord):
@@ -154,10 +155,6 @@ def read_checked(part: Part, prefix: str, options: Options, counts: Counts) -> I
       else:
         counts.empty += 1
       yield document
-  except UserError:
-    raise
-  except Exception as error:  # each file system and format has errors of its own
-    raise UserError(describe_unreadable(prefix, part.name, error)) from error
 
 
 def reason(error: BaseException) -> str:
@@ -165,18 +162,25 @@ def reason(error: BaseException) -> str:
   return " ".join(str(error).split()) or type(error).__name__
 
 
-def describe_unreadable(prefix: str, name: str, error: BaseException) -> str:
-  """Returns the message, which begins with `prefix`, that a file or part can't be read because of an error."""
-  if isinstance(error, IsADirectoryError):
-    return f"{prefix} {name} is a directory, not a file; name files in it, as in {name.rstrip('/')}/*"
-  problem = reason(error)
-  if isinstance(error, OSError) and error.strerror:
-    problem, remedy = error.strerror, "make it readable or narrow the glob"
-  elif isinstance(error, compressed.zstd.ZstdError) and "too much memory" in str(error):
-    problem = "its zstd window is larger than 2 GiB"
-    remedy = "compress it again with a smaller window, as --long=27"
-  elif is_url(name):
-    remedy = "check the network, or restore the file"
-  else:
-    remedy = "it is damaged or truncated: restore it"
-  return f"{prefix} {name} can't be read ({problem}); {remedy}"
+@contextlib.contextmanager
+def reading(prefix: str, name: str) -> Iterator[None]:
+  """A context of code that reads a file or part, whose errors become UserErrors that begin with `prefix`."""
+  try:
+    yield
+  except UserError:
+    raise
+  except IsADirectoryError as error:
+    remedy = f"name files in it, as in {name.rstrip('/')}/*"
+    raise UserError(f"{prefix} {name} is a directory, not a file; {remedy}") from error
+  except Exception as error:  # each file system and format has errors of its own
+    problem = reason(error)
+    if isinstance(error, OSError) and error.strerror:
+      problem, remedy = error.strerror, "make it readable or narrow the glob"
+    elif isinstance(error, compressed.zstd.ZstdError) and "too much memory" in str(error):
+      problem = "its zstd window is larger than 2 GiB"
+      remedy = "compress it again with a smaller window, as --long=27"
+    elif is_url(name):
+      remedy = "check the network, or restore the file"
+    else:
+      remedy = "it is damaged or truncated: restore it"
+    raise UserError(f"{prefix} {name} can't be read ({problem}); {remedy}") from error
