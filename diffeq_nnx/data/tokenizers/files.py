@@ -145,13 +145,6 @@ def read_added_tokens(folder: Folder, ids: dict[str, int]) -> list[str]:
   return added
 
 
-def check_added_tokens(folder: Folder, ids: dict[str, int]) -> None:
-  """Raises UserError if files beside a vocabulary name tokens that it lacks, or give them other ids."""
-  if added := read_added_tokens(folder, ids):
-    problem = f"the files beside the vocabulary add {added[0]!r} ({len(added)} such), which it lacks"
-    raise UserError(f"{problem}; correct the files, or remove the wrong ones")
-
-
 def _list_tokens(content: dict[str, Any], ids: dict[str, int]) -> Iterator[tuple[str, Any]]:
   """Yields name and id of the tokens in tokenizer_config.json."""
   listed = content.get("added_tokens_decoder") or {}

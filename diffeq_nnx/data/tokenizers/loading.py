@@ -76,7 +76,6 @@ def _make(
     spec, own = byte_pairs.from_tokenizer_json(byte_pairs.BYTES)
   elif len(chosen) == 2:
     spec, own = byte_pairs.from_pair_of_files(folder, *chosen)
-    files.check_added_tokens(folder, specs.map_ids(spec))
   else:
     content = folder[chosen[0]]
     if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
@@ -89,8 +88,10 @@ def _make(
     spec, own = (byte_fallback if falls_back else byte_pairs).from_tokenizer_json(given)
     if not falls_back:
       _check_pair_beside(spec, folder)
-    files.check_added_tokens(folder, specs.map_ids(spec))
   ids, stated = specs.map_ids(spec), marks.merge(own, said)
+  if added := files.read_added_tokens(folder, ids):
+    problem = f"the files beside the vocabulary add {added[0]!r} ({len(added)} such), which it lacks"
+    raise UserError(f"{problem}; correct the files, or remove the wrong ones")
   found, unknown = marks.resolve(configured, stated, ids), None
   if falls_back:
     return ByteFallbackTokenizer(spec, found)
