@@ -244,8 +244,7 @@ class Directory:
 
   def hash_tokens(self, split: str) -> str:
     """Returns a hash of the tokens of a split, in hex."""
-    sums = [shard["sha256"] for shard in self.manifest["splits"][split]["shards"]]
-    return files.hash_json(sums)
+    return files.hash_json([shard["sha256"] for shard in self.manifest["splits"][split]["shards"]])
 
 
 def open_directory(directory: str, manifest: dict[str, Any], label: str, cached: bool = False) -> Directory:
