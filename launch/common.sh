@@ -3,6 +3,7 @@
 
 dry_run='' num_slices=1
 program=()  # the program's arguments, given after --
+workdir=''  # that of the program
 
 # fail CODE MESSAGE: prints one line on stderr and exits.
 fail() {
@@ -67,13 +68,18 @@ require_count() {
     mistake "--$1=${!variable}: must be an integer of at least $least"
 }
 
-# require_program SUBCOMMAND: checks that start and keep, and no other subcommand, have the program's arguments.
+# require_program SUBCOMMAND: checks that start and keep, and no other subcommand, have the program's arguments; sets
+# workdir.
 require_program() {
+  local word
   if [[ $1 != start && $1 != keep ]]; then
     [ ${#program[@]} -eq 0 ] || mistake "${program[0]}: $1 takes none of the program's arguments"
     return
   fi
-  [[ " ${program[*]-}" == *" --workdir="* ]] ||
+  for word in "${program[@]-}"; do
+    [[ $word != --workdir=* ]] || workdir=${word#*=}
+  done
+  [ -n "$workdir" ] ||
     mistake "--workdir: missing; write the program's arguments after --, -- --config=... --workdir=..."
 }
 

@@ -135,8 +135,8 @@ if [ "$subcommand" = start ]; then
   require_count num-slices
   require_count chips-per-host
   require_count max-restarts 0
-  [[ -n $volume && " ${program[*]}" == *' --workdir=/runs/'* || " ${program[*]}" == *' --workdir=gs://'* ]] ||
-    mistake "--workdir: must be gs://BUCKET/DIR, or below /runs with --volume; other files are lost with the pod"
+  [[ -n $volume && $workdir == /runs/* || $workdir == gs://* ]] ||
+    mistake "--workdir=$workdir: must be gs://BUCKET/DIR, or below /runs with --volume; other files are lost with the pod"
 fi
 require_tool kubectl "it (gcloud components install kubectl)"
 

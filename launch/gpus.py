@@ -51,8 +51,14 @@ GPUS = {"h100": Gpu("NVIDIA H100 80GB HBM3", 79.1, 3352), "h200": Gpu("NVIDIA H2
 
 
 def memory_share() -> float:
-  """The part of a GPU's memory that JAX gives to a program."""
-  return float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
+  """The part of a GPU's memory that JAX gives to a program; raises UserError if the variable is not a number."""
+  for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+    if text := os.environ.get(name):
+      try:
+        return float(text)
+      except ValueError:
+        raise UserError(f"{name}={text}: must be a number, as 0.75") from None
+  return 0.75
 
 
 def is_gpu(topology: str) -> bool:

@@ -31,13 +31,15 @@ def make_parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
     doc: the docstring.
     **flags: defaults by name; `num_steps` is --num_steps, and --num-steps too. A type in place of a default makes the
       flag required, and so does a list that holds a type. A list stands for comma-separated values, False for a flag
-      without a value, and None for text that may be left out.
+      without a value, and None for text that may be left out. `rounds` must be 1 or more.
   """
   parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
   for name, default in flags.items():
     names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
     example = default[0] if isinstance(default, list) else default
     kind = example if isinstance(example, type) else str if example is None else type(example)
+    if name == "rounds":
+      kind = _read_rounds
     if kind is bool:
       parser.add_argument(*names, action="store_true")
     else:
@@ -46,6 +48,12 @@ def make_parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
   if {"config", "configs"} & flags.keys():
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   return parser
+
+
+def _read_rounds(text: str) -> int:
+  if not re.fullmatch(r"0*[1-9]\d*", text):
+    raise argparse.ArgumentTypeError("must be 1 or more")
+  return int(text)
 
 
 def _split(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

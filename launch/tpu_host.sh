@@ -55,7 +55,8 @@ start() {
 # status: one line: running or the exit code, and the newest line of this start that begins with health: or error:
 status() {
   local state=''
-  ! running || state="running, process $(cat run.pid)"
+  # the shell that waits for the program writes its exit code a moment after its end
+  if running; then state="running, process $(cat run.pid)"; else sleep 1; fi
   touch run.log
   awk -v state="$(hostname): $state" '
     /^start: / { code = "no exit code"; said = "" }

@@ -240,16 +240,16 @@ require_count slice 0
 [ "$slice" = 0 ] || [ -n "$queued" ] || mistake "--slice=$slice: needs --queued"
 require_program "$subcommand"
 if [ "$subcommand" = start ]; then
-  [[ " ${program[*]}" == *' --workdir=/'* || " ${program[*]}" == *' --workdir=gs://'* ]] ||
-    mistake "--workdir: must be gs://BUCKET/DIR, or an absolute path on a file system that all hosts share"
+  [[ $workdir == /* || $workdir == gs://* ]] ||
+    mistake "--workdir=$workdir: must be gs://BUCKET/DIR, or an absolute path on a file system that all hosts share"
 fi
 if [[ $subcommand == create || $subcommand == keep ]]; then
   require type
   [ -n "$version" ] || version=$(runtime_version "$type")
 fi
 if [ "$subcommand" = keep ]; then
-  [[ " ${program[*]}" == *' --workdir=gs://'* ]] ||
-    mistake "--workdir: must be gs://BUCKET/DIR with keep; nothing else is there after a pod was created again"
+  [[ $workdir == gs://* ]] ||
+    mistake "--workdir=$workdir: must be gs://BUCKET/DIR with keep; nothing else is there after a pod was created again"
 fi
 require_tool gcloud "the Google Cloud CLI"
 

@@ -13,9 +13,10 @@ from diffeq_nnx.errors import RunError, UserError
 from launch import faults
 from launch.benchmarks import attention as benchmark_attention
 from launch.benchmarks import generation as benchmark_generation
+from launch.benchmarks import kernel_schedule
 from launch.benchmarks import step_time as benchmark
 from launch.breaking import table as breaking_table
-from launch.experiments import compare, finetune_depths, inside, inside_stored, tables
+from launch.experiments import compare, finetune_depths, grow_stored, inside, inside_stored, tables
 from tests.conftest import told
 
 
@@ -78,6 +79,43 @@ def test_benchmark_generation_prints_a_token_against_a_read(capsys):
   assert len(values) == titles.count("|") - 1 and all(float(value.split()[0].replace(",", "")) >= 0 for value in values)
   with pytest.raises(UserError, match="--slots=17: the model has 16 positions"):
     benchmark_generation.main([config, "--slots=17", *SMALL])
+
+
+@pytest.mark.parametrize(
+  "program,arguments,part",
+  [
+    (kernel_schedule, "--chips=v4:2x2x2", "--chips=v4:2x2x2: must begin with v5e, v5p, v6e"),
+    (
+      grow_stored,
+      "--config=configs/tiny.py:gpt --workdir=x --schedules=1x1 --set=model.solver=heun",
+      "set it to euler",
+    ),
+    (grow_stored, "--config=configs/tiny.py:diffeq --workdir=x --schedules=1x1", "has no layers to copy"),
+    (
+      finetune_depths,
+      "--config=configs/finetune_small.py --from_workdir=a[bc]/x --workdir=x",
+      "two runs have one name",
+    ),
+    (
+      finetune_depths,
+      "--config=configs/finetune_small.py --from_workdir=ab/x --workdir=x --set=train.steps=9 --set=train.log_every=5",
+      "train.log_every=5: logs no step of the last tenth",
+    ),
+  ],
+)
+def test_a_mistake_is_one_line_before_anything_is_computed(program, arguments, part, tmp_path, monkeypatch):
+  for folder in ("ab/x", "ac/x"):
+    (tmp_path / folder).mkdir(parents=True)
+  (tmp_path / "configs").symlink_to(os.path.abspath("configs"))
+  monkeypatch.chdir(tmp_path)
+  assert part in told(lambda: program.main(arguments.split()))
+  assert not (tmp_path / "x").exists()
+
+
+def test_rounds_must_be_positive(capsys):
+  with pytest.raises(SystemExit):
+    benchmark_attention.main(["--rounds=0"])
+  assert "--rounds: must be 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.slow(reason="trains several models")

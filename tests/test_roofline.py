@@ -94,6 +94,11 @@ def test_a_gpus_products_are_counted_with_their_loops_and_dtypes():
   assert found["products"] == pytest.approx(4 * 2 * 8 * 16 * 4 + 16 / 0.5 + 16 * 989 / 67)  # 3 turns, and cuBLAS
   a_product = 2 * (8 * 8 / 2) * (2 * 4) * 16  # over half of all pairs, of batch x heads
   assert found["attention"] == (2 + 4) * a_product
+  wide = GPU_STEP.replace("2,8,4,16", "2,8,4,256").replace(
+    "(bf16[2,8,4,256]{3,2,1,0}, bf16[2,8,4,256]{3,2,1,0}) c", "bf16[2,8,4,256]{3,2,1,0} c"
+  )
+  found = roofline.seconds(hlo.Program(wide), gpu_with(), peak=1.0)
+  assert found["attention"] == pytest.approx((2 + (3 + 3 + 2) / 3) * 16 * a_product)
 
 
 def test_a_gpu_reads_the_part_of_an_array_that_a_fusion_uses():

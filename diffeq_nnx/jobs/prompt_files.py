@@ -39,10 +39,7 @@ class Answers(contextlib.ExitStack):
       UserError: prompts that can't be read, or an `out` that is there already or in a bucket.
     """
     super().__init__()
-    try:
-      content = files.read(prompts)
-    except OSError as error:
-      raise UserError(f"--prompts={prompts}: can't be read ({error.strerror or error}); name a file") from error
+    content = read_file(prompts)
     if files.is_url(out):
       raise UserError(f"--out={out}: must be on a disk, since it grows; copy it when it is finished")
     if not os.path.basename(out):
@@ -132,6 +129,14 @@ class Answers(contextlib.ExitStack):
       self._file.write(json.dumps(self._identity) + "\n")
       self._file.flush()
     return lines[1:]
+
+
+def read_file(path: str) -> bytes:
+  """Returns a file of prompts; raises UserError if it can't be read."""
+  try:
+    return files.read(path)
+  except OSError as error:
+    raise UserError(f"--prompts={path}: can't be read ({error.strerror or error}); name a file") from error
 
 
 def split_lines(content: bytes) -> dict[int, bytes]:

@@ -7,8 +7,9 @@
 
 `--folder` holds the weights of the run's newest model for transformers. Both compute in float32 on the CPU. Each task
 is done here and then by the hf backend, with `--batch_size` sequences there, over its first `--limit` questions (0: all
-of them). Results are kept in `--out`, by task and side, and what is there is not computed again. Seconds are those of
-the calls for log-likelihoods, the compilation here included.
+of them). Results are kept in `--out`, by task and side, and what is there is not computed again; another model, other
+tasks or another text need another folder. Seconds are those of the calls for log-likelihoods, the compilation here
+included.
 
 With `--text` the perplexity of a file, as one text, is computed in windows of each length: `disjoint` windows lie side
 by side, `sliding` ones move by half their length. There transformers computes the same windows one by one. The
@@ -30,8 +31,10 @@ from lm_eval.tasks import TaskManager
 import numpy as np
 import torch
 
+from diffeq_nnx import files
 from diffeq_nnx.harness.adapter import DiffEqLM
 from diffeq_nnx.harness.packing import Request
+from diffeq_nnx.runs import workdir as workdir_lib
 from launch import programs
 from launch.experiments import tables
 
@@ -108,8 +111,12 @@ def main() -> None:
   hf = HFLM(pretrained=arguments.folder, device="cpu", dtype="float32", batch_size=arguments.batch_size)
   ours = DiffEqLM(arguments.workdir, dtype="float32")
   manager = TaskManager(include_path=arguments.include_path, include_defaults=False)
-  settings = ("workdir", "folder", "num_fewshot", "batch_size", "limit")
-  tables.require_settings(arguments.out, {name: getattr(arguments, name) for name in settings})
+  text = files.read(arguments.text).decode() if arguments.text else ""
+  results_of = {
+    name: getattr(arguments, name) for name in ("folder", "include_path", "num_fewshot", "batch_size", "limit")
+  }
+  results_of |= {"run": workdir_lib.run_hash(arguments.workdir), "text": files.hash_json(text), **ours.get_model_info()}
+  tables.require_settings(arguments.out, results_of)
   rows = []
   for task in filter(None, arguments.tasks):
     found = []
@@ -119,15 +126,12 @@ def main() -> None:
     rows.append(compare(task, *found))
   head = ["task", "questions", "ours: acc", "hf: acc", "largest difference", "ours, requests/s", "hf, requests/s"]
   print(f"{programs.describe_device()}, torch {torch.__version__}\n\n{tables.markdown([*head, 'ratio'], rows)}\n")
-  if arguments.text is None:
+  if not text:
     return
-  with open(arguments.text, encoding="utf-8") as file:
-    text = file.read()
   rows = []
   for window, length in itertools.product(arguments.ways, arguments.windows):
     lm = DiffEqLM(arguments.workdir, dtype="float32", max_length=length, window=window)
-    name, windows = f"{os.path.basename(arguments.text)}_{window}{length}", lm.make_windows(text)
-    path = os.path.join(arguments.out, name)
+    path, windows = os.path.join(arguments.out, f"text_{window}{length}"), lm.make_windows(text)
     ours = measure(f"{path}_ours", windows, functools.partial(count_here, lm))
     theirs = measure(f"{path}_hf", windows, functools.partial(count_there, hf.model))
     sizes = len(text.split()), len(text.encode())

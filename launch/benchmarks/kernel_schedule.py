@@ -26,6 +26,7 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 import numpy as np
 
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.kernels.attention.blocks import TPUBlocks
 from diffeq_nnx.kernels.attention.mask import Mask, block_ranges
 from diffeq_nnx.kernels.attention.shapes import Shape
@@ -223,15 +224,18 @@ def estimates(chip: str, who: str, width: int, lengths: list[int]) -> list[list[
   return result
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
   """Compiles everything and prints a Markdown table."""
   chips, lengths = ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"], [2048, 8192, 32768]
   parser = programs.make_parser(__doc__, chips=chips, widths=[64, 128, 256], lengths=lengths)
   parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-  args = parser.parse_args()
+  args = parser.parse_args(argv)
   if args.child:
     compile_here(*args.child)
     return
+  for chip in args.chips:
+    if chip.split(":")[0] not in PEAK:
+      raise UserError(f"--chips={chip}: must begin with {', '.join(PEAK)}; as in v5e:2x4")
   names = ["ours", "splash 512", "splash 1024"] + ["tokamax"] * bool(importlib.util.find_spec("tokamax"))
   print(tables.markdown(["chip", "width", "length", *names], []))
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -245,4 +249,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  programs.start(main)

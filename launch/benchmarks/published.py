@@ -20,6 +20,7 @@ median of the rounds' ratios with quartiles, and what the sides agree on: rows w
 """
 
 from concurrent.futures import ProcessPoolExecutor
+import dataclasses
 import functools
 import logging
 import multiprocessing
@@ -35,8 +36,10 @@ import transformers
 
 import diffeq_nnx
 from diffeq_nnx import config as config_lib
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.generation import make_decoder
 from diffeq_nnx.model import grids
+from diffeq_nnx.model.parameters import build
 from diffeq_nnx.runs.run import Run
 from diffeq_nnx.training.step import loss_and_gradients
 from launch import programs
@@ -53,7 +56,8 @@ class Ours:
     run = Run.open(workdir)
     lengths = [f"model.seq_len={LENGTH}", f"train.batch_size={SEQUENCES}", "model.dtype=float32", "train.remat=none"]
     config = config_lib.apply_settings(run.config, [*lengths, *settings])
-    self._params, self._decoder = run.params, make_decoder(run.model, None)
+    exact = dataclasses.replace(run.config.model, dtype="float32")
+    self._params, self._decoder = run.params, make_decoder(build(exact, run.params), None)
     grid = grids.make_grid(config.model)
     self._gradients = jax.jit(functools.partial(loss_and_gradients, config, grid))
 
@@ -157,6 +161,8 @@ def main(argv: list[str] | None = None) -> None:
   args = parser.parse_args(argv)
   named = {"ours": (Ours, args.workdir, args.set), "transformers": (Theirs, args.folder)}
   if args.gguf:
+    if max(args.prompts) > MOST_ROWS:
+      raise UserError(f"--prompts={max(args.prompts)}: with --gguf at most {MOST_ROWS}")
     named["llama.cpp"] = (LlamaCpp, args.gguf)
   processes = multiprocessing.get_context("spawn")
   sides = [ProcessPoolExecutor(1, processes, start_side, arguments) for arguments in named.values()]

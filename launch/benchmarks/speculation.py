@@ -13,14 +13,12 @@ import dataclasses
 import functools
 import statistics
 
-from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import read
 from diffeq_nnx.inference.batching import continue_prompts
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import encode_prompts
 from diffeq_nnx.inference.sampling import GenerationOptions
 from diffeq_nnx.inference.speculation import speculate
-from diffeq_nnx.jobs.prompt_files import parse_prompt, split_lines
+from diffeq_nnx.jobs.prompt_files import parse_prompt, read_file, split_lines
 from diffeq_nnx.runs.run import Run
 from launch import programs
 from launch.experiments import tables
@@ -32,11 +30,8 @@ def main(argv: list[str] | None = None) -> None:
   parser = programs.make_parser(__doc__, workdir=str, prompts=str, num_steps=0, **drafting, rounds=5)
   args = parser.parse_args(argv)
   run = Run.open(args.workdir)
-  try:
-    lines = [*split_lines(read(args.prompts)).values()]
-  except OSError as error:
-    raise UserError(f"--prompts={args.prompts}: can't be read ({error.strerror or error}); name a file") from error
-  prompts = encode_prompts(run.tokenizer, [parse_prompt(line) for line in lines])
+  lines = split_lines(read_file(args.prompts)).values()
+  prompts = encode_prompts(run.tokenizer, list(map(parse_prompt, lines)))
   options = GenerationOptions(max_tokens=args.max_tokens, temperature=args.temperature, rows=args.rows)
   decoder = Decoder(run.model, args.num_steps or None)
   drafts = {steps: Decoder(run.model, steps) for steps in args.draft_steps}

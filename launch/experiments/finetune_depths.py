@@ -28,15 +28,20 @@ from launch.experiments.compare import with_preset
 def tune(args: argparse.Namespace, source: str, preset: str, num_steps: int) -> tuple[float, float, float]:
   """Fine-tunes one run unless that is done; its validation losses before and after, and the latter over training."""
   config = config_lib.load(with_preset(args.config, preset), args.set)
-  name = f"{preset}_{num_steps}_{os.path.basename(os.path.abspath(source))}"
+  last_logged = config.train.steps // config.train.log_every * config.train.log_every
+  if last_logged <= 0.9 * config.train.steps:
+    raise UserError(f"train.log_every={config.train.log_every}: logs no step of the last tenth; lower it")
+  name = f"{preset}_{num_steps}_{_find_name(source)}"
   workdir = os.path.join(args.workdir, name)
   tables.fine_tune(config, workdir, source, num_steps, args.set)
   recorded = read_metrics(workdir, "validation")
   last = [one["loss"] for one in read_metrics(workdir, "train") if one["step"] > 0.9 * config.train.steps]
-  if not last:
-    raise UserError(f"train.log_every={config.train.log_every}: logs no step of the last tenth; lower it")
   before, after = recorded[0]["loss"], recorded[-1]["loss"]
   return before, after, after - statistics.mean(last)
+
+
+def _find_name(source: str) -> str:
+  return os.path.basename(os.path.abspath(source))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,6 +51,8 @@ def main(argv: list[str] | None = None) -> None:
   args = parser.parse_args(argv)
   matches = sorted(filter(os.path.isdir, glob.glob(args.from_workdir)))
   sources = matches or [args.from_workdir]  # which may be in a bucket
+  if len(set(map(_find_name, sources))) < len(sources):
+    raise UserError(f"--from_workdir={args.from_workdir}: two runs have one name; give their folders different names")
   cells = []
   for count in args.steps:
     values = np.array([[tune(args, source, preset, count) for source in sources] for preset in args.presets])
