@@ -105,7 +105,8 @@ def _check(key: str, value: Any, field: dataclasses.Field) -> Any:
   else:
     value = _convert(key, value, field.type)
     if "rule" in field.metadata and not field.metadata["fits"](value):
-      raise UserError(f"{key}={value}: {field.metadata['rule']}")
+      infinite = isinstance(value, float) and math.isinf(value)
+      raise UserError(f"{key}={value}: {'must be finite' if infinite else field.metadata['rule']}")
   return value
 
 
@@ -189,7 +190,7 @@ def parse(kind: type, text: str) -> Any:
     return text.lower() == "true"
   try:
     value = ast.literal_eval(text)
-  except (ValueError, SyntaxError):
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # what Python can't read, as {{"a"}}
     return text
   if kind is str and not isinstance(value, (str, type(None))):
     return text

@@ -214,7 +214,8 @@ BAD_CONVERSATIONS = [
   (answered(weight=0.5), "with a weight that is not 0 or 1", "has the weight 0.5"),
   ({"messages": [*TURNS, TURNS[0], TURNS[1] | {"weight": 0}]}, "with a weight of 0", "remove the messages"),
   ({"messages": TURNS, "tools": [{"name": "look"}]}, "with tools", "gets no tools; remove the key"),
-  ({"messages": TURNS, "functions": [{"name": "look"}]}, "with tools", "gets no functions; remove the key"),
+  ({"messages": TURNS, "functions": [{"name": "look"}]}, "with functions", "gets no functions; remove the key"),
+  ({"messages": TURNS, "chat_template_kwargs": {"a": 1}}, "with chat_template_kwargs", "gets no chat_template_kwargs"),
 ]
 
 

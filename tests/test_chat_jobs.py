@@ -92,6 +92,7 @@ def test_the_assistant_s_turn_follows_the_conversation_and_ends_as_the_template_
   assert "whose key `prompt` is a text" in found[4]["error"]
   assert "with --chat" in told(lambda: prompt_files.parse_prompt(json.dumps(lines[0]).encode()))
   assert "stop, which is not read" in told(lambda: prompt_files.parse_prompt(b'{"prompt": "a", "stop": "b"}'))
+  assert "min_p, which is not read" in told(lambda: prompt_files.parse_prompt(b'{"prompt": "a", "min_p": 0.5}'))
 
   whole = found[1]["text"]
   word = re.findall("[a-z]{2,}", whole)[-1]

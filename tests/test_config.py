@@ -109,6 +109,11 @@ DRAWS_LATE = {"train__step_counts": (5, 10), "train__draw_from": 0.5}  # before 
 TEACHES_ITSELF = {"train__self_distillation": True}
 
 
+def test_text_that_looks_like_a_value_of_python_s_stays_text():
+  for text in ('{{"a"}}', "{[]: 1}", "[1", "5"):
+    assert config_lib.load("configs/tiny.py", [f"data.end_token={text}"]).data.end_token == text
+
+
 @pytest.mark.parametrize(
   "make,parts",  # settings of the default config, or what makes a value
   [
@@ -124,7 +129,7 @@ TEACHES_ITSELF = {"train__self_distillation": True}
     ({"train__draw_from": 0.5}, ["train.draw_from=0.5", "is for train.step_counts"]),
     ({**DRAWS_LATE, "train__remat_every": 5}, ["train.remat_every=5", "must divide model.num_steps=12"]),
     ({"report__wandb": ""}, ["report.wandb=: is empty", "report.wandb=None"]),
-    ({"optimizer__peak_rate": np.inf}, ["optimizer.peak_rate=inf", "above 0"]),
+    ({"optimizer__peak_rate": np.inf}, ["optimizer.peak_rate=inf", "must be finite"]),
     ({"mesh__fsdp": 0}, ["mesh.fsdp=0", "1 or above, or -1"]),
     ({"train__loss_chunks": 3}, ["train.loss_chunks=3", "must divide model.seq_len=1024"]),
     ({"modle": 3}, ["modle: unknown key", "did you mean 'model'?"]),

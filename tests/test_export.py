@@ -298,12 +298,13 @@ from load import load
 model = load(sys.argv[1])
 tokens = np.load("tokens.npy")
 np.savez("logits.npz", whole=model(tokens), part=model(tokens[:1, :5]))
-try:
-  model(np.zeros((1, 13), np.int32))
-except ValueError as error:
-  assert "length at most 12" in str(error), error
-else:
-  raise AssertionError("longer than seq_len")
+for wrong, part in ((np.zeros((1, 13), np.int32), "length at most 12"), (np.full((1, 2), 31), "ids are 0 to 30")):
+  try:
+    model(wrong)
+  except ValueError as error:
+    assert part in str(error), error
+  else:
+    raise AssertionError(part)
 assert not any(name.startswith("diffeq_nnx") for name in sys.modules)
 """
 

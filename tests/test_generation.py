@@ -205,6 +205,8 @@ def test_bad_input_is_one_line(decoder):
     ([[1], []], {}, "prompts[1]: has no tokens"),
     ([[31]], {}, "prompts[0]: holds the id 31; the model's ids are 0 to 30"),
     ([[-1]], {}, "holds the id -1"),
+    ([1, 2], {}, "prompts[0]: must be a list of token ids, not int"),
+    ([[1]], {"max_tokens": 2.0}, "max_tokens=2.0: must be an integer"),
     ([[1]], {"max_tokens": 0}, "max_tokens=0: must be 1 or above"),
     ([[1]], {"temperature": -0.5}, "temperature=-0.5: must be 0"),
     ([[1]], {"top_k": 0}, "top_k=0: must be 1 or above"),

@@ -222,6 +222,8 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
   other = {**tensors, name: np.zeros((24, 39), np.float32)}
   assert f"{name}: has the shape (24, 39)" in told(write(tmp_path, config, other))
   assert "hold transformer.h.2." in told(write(tmp_path, {**config, "n_layer": 2}, tensors))
+  infinite = {**tensors, name: np.full((24, 40), np.inf, np.float32)}
+  assert f"{name} holds numbers that are not finite" in told(write(tmp_path, config, infinite))
   for kind in (torch.int8, torch.float8_e4m3fn):
     quantized = {key: torch.from_numpy(array) for key, array in tensors.items()}
     quantized[name] = quantized[name].to(kind)
@@ -229,5 +231,7 @@ def test_files_that_can_t_be_used_are_told(tmp_path):
     assert "holds quantized weights (" in told(lambda: importing.read(str(tmp_path)))
   head = {"lm_head.weight": np.zeros((31, 24), np.float32)}
   assert "lm_head.weight differs from the embedding" in told(write(tmp_path, config, {**tensors, **head}))
+  (tmp_path / "adapter_config.json").write_text("{}")
+  assert "an adapter, which can't be imported" in told(write(tmp_path, config, tensors))
   line = told(lambda: importing.read_tokenizer(str(out)))
   assert "the directory must hold one of tokenizer.json, tokenizer.model" in line

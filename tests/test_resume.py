@@ -113,6 +113,8 @@ def test_killed_stopped_and_resumed_equals_uninterrupted(run, finished, monkeypa
   monkeypatch.undo()
   train(config, str(workdir))
   assert records(workdir) == records(whole)
+  of_last = [(one / "checkpoints/28/metrics/metrics").read_text() for one in (workdir, whole)]
+  assert json.loads(of_last[0]) == json.loads(of_last[1])  # the loss by which the best checkpoint is kept
   ours, theirs = arrays(workdir, 28), arrays(whole, 28)
   assert ours.keys() == theirs.keys() and len(ours) > 20
   for name in ours:

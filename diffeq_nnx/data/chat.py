@@ -223,10 +223,10 @@ def template_of(tokenizer: Tokenizer, label: str = "data.tokenizer") -> ChatTemp
 
 
 def refuse_tools(record: Mapping[str, Any]) -> None:
-  """Raises BadConversation if a record has tools beside its messages."""
-  if found := next((key for key in ("tools", "functions") if record.get(key)), None):
+  """Raises BadConversation if a record has something for the template beside its messages."""
+  if found := next((key for key in ("tools", "functions", "chat_template_kwargs") if record.get(key)), None):
     problem = f"a chat template gets no {found}; remove the key, if the conversation makes sense so"
-    raise BadConversation("with tools", problem)
+    raise BadConversation(f"with {found}", problem)
 
 
 def _find_counted(messages: Sequence[Mapping[str, Any]], turns: Sequence[int]) -> list[int]:

@@ -47,6 +47,9 @@ def write_folder(path: str, folder: str) -> None:
     raise UserError(f"from_hf={path}: a GGUF file needs gguf; pip install 'diffeq-nnx[gguf]'") from error
   try:
     with files.local(path) as local:
+      with open(local, "rb") as file:
+        if file.read(4) != b"GGUF":
+          raise UserError("is not a GGUF file; name one, or a folder with config.json and model.safetensors")
       reader = gguf.GGUFReader(local)
       if reader.byte_order != "I":  # which dequantize takes for this machine's
         raise UserError("is of the other byte order; convert it with gguf-convert-endian")

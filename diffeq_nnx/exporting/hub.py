@@ -14,18 +14,18 @@ from diffeq_nnx.exporting import gguf_files
 _FILES = [
   *("config.json", "generation_config.json", "model.safetensors.index.json", "model*.safetensors"),
   *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-  *("vocab.json", "merges.txt", "chat_template.jinja"),
+  *("vocab.json", "merges.txt", "chat_template.jinja", "adapter_config.json"),
 ]
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 @contextlib.contextmanager
 def open_folder(name: str) -> Iterator[str]:
-  """The folder with a model: `find_folder` of its name, or of a GGUF file a temporary one.
+  """The folder with a model: `find_folder` of its name, or of a file, which must be GGUF, a temporary one.
 
   Raises UserError as `find_folder` and `gguf_files.write_folder`. Errors about the temporary folder name the file.
   """
-  if not name.endswith(".gguf"):
+  if not name.endswith(".gguf") and (files.is_folder(name) or not files.exists(name)):
     yield find_folder(name)
     return
   with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import itertools
 import math
 import os
 import re
@@ -103,6 +104,9 @@ def read(folder: str, seq_len: int | None = None) -> tuple[ModelConfig, Params]:
   try:
     if not files.is_folder(folder):
       raise UserError(f"there is no such folder; name one with config.json and {_WEIGHTS}")
+    if files.exists(os.path.join(folder, "adapter_config.json")):
+      change = "merge it into its model with PEFT, model.merge_and_unload().save_pretrained(NEW), and name that"
+      raise UserError(f"holds adapter_config.json, an adapter, which can't be imported; {change}")
     config = _read_json(folder, "config.json")
     kind = config.get("model_type")
     if kind not in tuple(SIZES):
@@ -157,9 +161,8 @@ def _read_tensors(folder: str) -> layouts.Tensors:
         files.local(os.path.join(folder, name)) as path,
         safetensors.safe_open(path, "flax") as file,  # NumPy has no bfloat16
       ):
-        keys = file.keys()
-        kinds = {file.get_slice(key).get_dtype() for key in keys if not _UNUSED.fullmatch(key)}
-        quantized = kinds - {"F16", "BF16", "F32", "F64"}
+        keys = list(itertools.filterfalse(_UNUSED.fullmatch, file.keys()))
+        quantized = {file.get_slice(key).get_dtype() for key in keys} - {"F16", "BF16", "F32", "F64"}
         tensors |= {} if quantized else {key: np.asarray(file.get_tensor(key), np.float32) for key in keys}
     except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
       raise UserError(f"{name} can't be read ({first_line(error, 200)}); restore the file") from error
@@ -167,6 +170,9 @@ def _read_tensors(folder: str) -> layouts.Tensors:
       raise UserError(
         f"{name} holds quantized weights ({min(quantized)}); give the model's folder without quantization"
       )
+  for key, array in tensors.items():
+    if not np.isfinite(array).all():
+      raise UserError(f"{key} holds numbers that are not finite; restore the files")
   return tensors
 
 
@@ -312,7 +318,7 @@ def _params(kind: str, model: ModelConfig, tensors: layouts.Tensors) -> Params:
       "lm_head.weight differs from the embedding, to which config.json ties it (tie_word_embeddings); correct one of "
       "the two"
     )
-  if left := sorted(name for name in tensors if not _UNUSED.fullmatch(name)):
+  if left := sorted(tensors):
     raise UserError(
       f"the weights hold {left[0]}, which {kind} by this config.json lacks ({len(left)} such); give files of one model"
     )

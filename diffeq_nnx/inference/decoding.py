@@ -102,6 +102,8 @@ class Decoder:
     if not len(prompts):
       raise UserError("prompts: none given; give one or more")
     for n, prompt in enumerate(prompts):
+      if np.ndim(prompt) != 1:
+        raise UserError(f"prompts[{n}]: must be a list of token ids, not {type(prompt).__name__}")
       if problem := self.find_problem(prompt):
         raise UserError(f"prompts[{n}]: {problem}")
     seq_len = self.ready.config.seq_len

@@ -6,6 +6,7 @@ B rows, V vocab_size, N tokens left by the filters.
 from collections.abc import Sequence
 import dataclasses
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,10 @@ class GenerationOptions:
   draft_tokens: int = 4
 
   def __post_init__(self):
+    for name in ("max_tokens", "rows", "draft_tokens", "top_k", "seed"):
+      value = getattr(self, name)
+      if value is not None and not isinstance(value, numbers.Integral):
+        raise UserError(f"{name}={value!r}: must be an integer")
     for name in ("max_tokens", "rows", "draft_tokens"):
       value = getattr(self, name)
       if value is not None and value < 1:

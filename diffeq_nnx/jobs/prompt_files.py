@@ -23,7 +23,9 @@ from diffeq_nnx.parallel import distributed
 
 # keys that lines of other programs have
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed")
-UNREAD = ("stop", "n", "max_new_tokens", "max_completion_tokens")
+UNREAD = ("stop", "n", "max_new_tokens", "max_completion_tokens", "max_length", "min_tokens", "stop_token_ids", "min_p")
+UNREAD += ("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "best_of", "echo")
+UNREAD += ("suffix", "do_sample", "num_beams", "response_format", "guided_json")
 
 
 class Answers(contextlib.ExitStack):
@@ -151,8 +153,9 @@ def parse_prompt(line: bytes, template: ChatTemplate | None = None) -> str:
     if key in value:
       advice = f"is the same for all; give --{key}" if key in SAMPLING else "is not read; leave it out"
       raise UserError(f"prompt: the line sets {key}, which {advice}")
-  if template is not None and isinstance(value, dict) and "messages" in value:
+  if template is not None and isinstance(value, dict):
     refuse_tools(value)
+  if template is not None and isinstance(value, dict) and "messages" in value:
     return template.render(value["messages"], add_generation_prompt=True)
   if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
     raise UserError("prompt: the line must be an object whose key `prompt` is a text, or `messages` with --chat a list")

@@ -174,7 +174,8 @@ class Model(nnx.Module):
     @public
 
     Args:
-      tokens_BxL: token ids; L is at most config.seq_len where positions are learned.
+      tokens_BxL: token ids from 0 to config.vocab_size - 1, which is not checked; L is at most config.seq_len where
+        positions are learned.
       num_steps: of the solver; None: the config's own.
       segment_ids_BxL: as for `hidden`.
       positions_BxL: as for `hidden`.

@@ -101,10 +101,15 @@ class Checkpoints:
       run=ocp.args.JsonSave(self._run),
       **{name: ocp.args.StandardSave(item) for name, item in items.items()},
     )
-    known = validation_loss is not None and math.isfinite(validation_loss)  # NaN has no place in an order
     with self._explain(f"save the checkpoint of step {step}"):
-      self._manager.save(step, args=args, metrics={"loss": validation_loss if known else math.inf})
+      self._manager.save(step, args=args, metrics=_rank(validation_loss))
     self._saved.append(step)
+
+  def set_loss(self, step: int, validation_loss: float) -> None:
+    """Sets the loss of a checkpoint that was saved before it was validated, so that the best one is kept."""
+    path = os.path.join(self._folder, str(step), "metrics", "metrics")
+    distributed.on_main_process(lambda: files.write_json(path, _rank(validation_loss)))
+    self._manager.reload()
 
   def without(self, step: int) -> list[int]:
     """Moves the checkpoint of a step aside if this object saved it; the steps of those that stay.
@@ -273,6 +278,11 @@ class Checkpoints:
         f"could not {what} ({type(error).__name__}: {first_line(error, 300)}); checkpoints of steps {kept} are "
         "untouched; make room or repair the directory, and run the same command to continue from there"
       ) from error
+
+
+def _rank(validation_loss: float | None) -> dict[str, float]:
+  """What orbax orders checkpoints by; NaN has no place in an order."""
+  return {"loss": math.inf if validation_loss is None or not math.isfinite(validation_loss) else validation_loss}
 
 
 def _describe(error: Exception) -> str:

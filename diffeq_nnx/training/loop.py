@@ -259,6 +259,8 @@ def _loop(run: _Run, state: State) -> dict[str, float]:
     _finish(run, start)
     say(f"SIGTERM: run the same command to continue from the checkpoint of step {start}, which is to be validated")
     return values
+  if values:
+    run.checkpoints.set_loss(start, values["loss"])
   # JAX's modes for finding errors run a step operation by operation, with numbers from the host
   guard = "allow" if jax.config.values["jax_disable_jit"] or jax.config.values["jax_debug_nans"] else "disallow"
   for step in range(start, steps):

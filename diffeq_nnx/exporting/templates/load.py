@@ -21,7 +21,8 @@ def load(folder):
   with open(os.path.join(folder, "model.jax_export"), "rb") as file:
     program = jax.export.deserialize(bytearray(file.read()))
   with open(os.path.join(folder, "model.json"), encoding="utf-8") as file:
-    seq_len = json.load(file)["seq_len"]
+    facts = json.load(file)
+  seq_len, vocab_size = facts["seq_len"], facts["vocab_size"]
   weights = jax.device_put(load_file(os.path.join(folder, "weights.safetensors")))
   run = jax.jit(program.call)
 
@@ -29,6 +30,8 @@ def load(folder):
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.ndim != 2 or not 0 < tokens.shape[1] <= seq_len:
       raise ValueError(f"tokens of shape {tokens.shape}: must be [batch, length], length at most {seq_len}")
+    if not isinstance(tokens, jax.core.Tracer) and not bool(((tokens >= 0) & (tokens < vocab_size)).all()):
+      raise ValueError(f"tokens: the model's ids are 0 to {vocab_size - 1}")
     return run(weights, tokens)
 
   return logits
