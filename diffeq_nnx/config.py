@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import json
+import numbers
 import os
 import runpy
 from typing import Any
@@ -309,7 +310,7 @@ def from_dict(nested: dict[str, Any] | ml_collections.ConfigDict) -> Config:
 from_config_dict = from_dict  # which takes the ConfigDict of a config file too
 
 
-def load(name: str, settings: Sequence[str] = ()) -> Config:
+def load(name: str, settings: str | Sequence[str] = ()) -> Config:
   """Loads the experiment of a config file, `PATH.py` or `PATH.py:ARGUMENT`, with `key=value` settings on top.
 
   Raises:
@@ -326,14 +327,14 @@ def load(name: str, settings: Sequence[str] = ()) -> Config:
     raise UserError(f"--config={name}: can't be used ({type(error).__name__}: {error}); correct the file") from error
 
 
-def apply_settings(config: Config, settings: Sequence[str]) -> Config:
+def apply_settings(config: Config, settings: str | Sequence[str]) -> Config:
   """Returns a config with `key=value` settings on top; raises what `load` raises."""
   return _from_dict_with(dataclasses.asdict(config), settings) if settings else config
 
 
-def _from_dict_with(nested: dict[str, Any], settings: Sequence[str]) -> Config:
+def _from_dict_with(nested: dict[str, Any], settings: str | Sequence[str]) -> Config:
   kinds = key_types()
-  for setting in settings:
+  for setting in [settings] if isinstance(settings, str) else settings:
     key, _, text = setting.partition("=")
     if key not in kinds:
       raise UserError(f"{key}: unknown key; {nearest(key, kinds)}")
@@ -388,6 +389,8 @@ def check_num_steps(model: ModelConfig, key: str, num_steps: int | None) -> None
     UserError: it is below 1, or the weights are stored, and for another number; the line begins with `key`.
   """
   own = model.num_steps
+  if num_steps is not None and not isinstance(num_steps, numbers.Integral):
+    raise UserError(f"{key}={num_steps!r}: must be an integer")
   if num_steps is not None and num_steps < 1:
     raise UserError(f"{key}={num_steps}: must be 1 or above")
   if model.weights != "stored" or num_steps in (None, own) or model.depth_order and num_steps < own:

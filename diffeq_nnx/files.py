@@ -54,7 +54,7 @@ def absolute(path: str) -> str:
 
 def is_url(path: str) -> bool:
   """Whether a path names a file system of fsspec."""
-  return "://" in path
+  return "://" in os.fspath(path)
 
 
 def is_name(value: Any) -> bool:

@@ -52,7 +52,7 @@ def stored_logits(model):
 
 
 def same_logits(folder, theirs, seq_len=None):
-  model = diffeq_nnx.import_hf(str(folder), seq_len)
+  model = diffeq_nnx.import_hf(folder, seq_len)
   np.testing.assert_allclose(stored_logits(model), torch_logits(theirs), rtol=0, atol=1e-5)
   return model
 

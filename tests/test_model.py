@@ -177,6 +177,9 @@ def test_arguments_and_grids_that_cannot_be_are_told():
   for call, part in (
     (lambda: model.hidden(TOKENS_2x12, of_other), "3 steps of this solver need those at 3"),
     (lambda: model.hidden(np.zeros((1, 13), int), weights), "13 tokens: the model has 12 learned positions"),
+    (lambda: model(TOKENS_2x12[0]), "int32 of the shape (12,); must be integers [batch, length]"),
+    (lambda: model(TOKENS_2x12, 3.0), "num_steps=3.0: must be an integer"),
+    (lambda: Model(Config(), rngs=nnx.Rngs(0)), "config: a Config; pass a ModelConfig"),
     (lambda: grids.Grid((0.0, 0.5, 0.2, 1.0), (1.0,) * 3), "must rise from 0 to 1"),
     (lambda: grids.Grid((0.0, 1.0), (-1.0,)), "sizes=(-1.0,): must be 0 or above"),
   ):
@@ -186,6 +189,7 @@ def test_arguments_and_grids_that_cannot_be_are_told():
 def test_a_registered_block_has_the_rules_and_defaults_of_the_one_it_inherits():
   choices = list_fields(Config)["model.field"].metadata["choices"]
   try:
+    assert "lacks attention" in told(lambda: vector_fields.register("mine", lambda: None))
     vector_fields.register("mine", type("Mine", (vector_fields.LlamaField,), {}))
     assert small_model(field="mine").block_eps == small_model(field="llama").block_eps != small_model().block_eps
     line = told(lambda: small_model(field="mine", embed_dim=36, num_heads=4, num_kv_heads=4))

@@ -211,6 +211,7 @@ def test_solvers_that_cannot_be_are_told():
     (lambda: solvers.register("mine", solvers.Leapfrog), "is not a Solver; pass an instance"),
     (lambda: Splitting((("attention", 0.5), ("feedforward", 1.0))), "must each add up to 1"),
     (lambda: RungeKutta(((), (0.5, 0.5)), (0.5, 0.5), (0.0, 1.0)), "row i of a must have i numbers"),
+    (lambda: RungeKutta(((),), (0.5,), (0.0,)), "b must add up to 1"),
     (
       lambda: integration.make_adjoint(config),
       "the steps of model.solver=euler can't be undone; those of leapfrog can",

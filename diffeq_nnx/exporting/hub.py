@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import os
 import re
 import tempfile
 
@@ -25,6 +26,7 @@ def open_folder(name: str) -> Iterator[str]:
 
   Raises UserError as `find_folder` and `gguf_files.write_folder`. Errors about the temporary folder name the file.
   """
+  name = os.fspath(name)
   if not name.endswith(".gguf") and (files.is_folder(name) or not files.exists(name)):
     yield find_folder(name)
     return

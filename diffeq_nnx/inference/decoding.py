@@ -102,8 +102,9 @@ class Decoder:
     if not len(prompts):
       raise UserError("prompts: none given; give one or more")
     for n, prompt in enumerate(prompts):
-      if np.ndim(prompt) != 1:
-        raise UserError(f"prompts[{n}]: must be a list of token ids, not {type(prompt).__name__}")
+      ids = np.asarray(prompt)
+      if ids.ndim != 1 or ids.size and ids.dtype.kind not in "iu":
+        raise UserError(f"prompts[{n}]: must be a list of token ids, not {prompt!r:.60}")
       if problem := self.find_problem(prompt):
         raise UserError(f"prompts[{n}]: {problem}")
     seq_len = self.ready.config.seq_len

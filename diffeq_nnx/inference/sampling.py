@@ -50,6 +50,9 @@ class GenerationOptions:
       value = getattr(self, name)
       if value is not None and not isinstance(value, numbers.Integral):
         raise UserError(f"{name}={value!r}: must be an integer")
+    for name in ("temperature", "top_p"):
+      if not isinstance(getattr(self, name), numbers.Real):
+        raise UserError(f"{name}={getattr(self, name)!r}: must be a number")
     for name in ("max_tokens", "rows", "draft_tokens"):
       value = getattr(self, name)
       if value is not None and value < 1:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.batching import MAX_ROWS, TakeToken, Texts
 from diffeq_nnx.inference.decoding import Decoder, DecodeState, draw_next, next_logits, pad_slots
 from diffeq_nnx.inference.sampling import GenerationOptions, Sampler
@@ -44,8 +45,10 @@ def speculate(
     on_round: called with the number of drafted tokens that a row kept, for each round of drafting and unfinished text.
 
   Raises:
-    UserError: as `Decoder.limit_texts`.
+    UserError: the draft is not a Decoder of the same vocabulary; or as `Decoder.limit_texts`.
   """
+  if not isinstance(draft, Decoder) or draft.ready.config.vocab_size != decoder.ready.config.vocab_size:
+    raise UserError("draft: must be a Decoder of the same model at fewer steps")
   room = decoder.limit_texts(prompts, options.max_tokens)
   numbers = range(len(prompts)) if row_numbers is None else row_numbers
   texts, rows = Texts(room, take), options.rows or MAX_ROWS

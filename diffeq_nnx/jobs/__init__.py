@@ -144,9 +144,13 @@ def run(name: str, config: Any, workdir: str, **options: Any) -> Any:
   """Runs a job in this process, as `--job=NAME` does; the options are its flags.
 
   Raises:
-    UserError: the job runs in one process, and this is one of several; or what the job's function raises.
+    UserError: no job has this name; it runs in one process, and this is one of several; or what its function raises.
   """
-  job = JOBS[ALIASES.get(name, name)]
+  job = JOBS.get(ALIASES.get(name, name))
+  if job is None:
+    from diffeq_nnx.config_fields import nearest  # not for --help, as below
+
+    raise UserError(f"{name}: no such job; {nearest(name, JOBS)}")
   if job.one_process:
     import jax  # takes seconds, and `JOBS` is read for --help
 

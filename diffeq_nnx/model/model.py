@@ -32,6 +32,8 @@ class Model(nnx.Module):
   """
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    if not isinstance(config, ModelConfig):
+      raise UserError(f"config: a {type(config).__name__}; pass a ModelConfig, as the `model` of a Config")
     self.config = config
     self.field = nnx.static(vector_fields.make_field(config))
     dtype = parameter_dtype(config.dtype)
@@ -174,16 +176,20 @@ class Model(nnx.Module):
     @public
 
     Args:
-      tokens_BxL: token ids from 0 to config.vocab_size - 1, which is not checked; L is at most config.seq_len where
-        positions are learned.
+      tokens_BxL: integers from 0 to config.vocab_size - 1, a range that is not checked; L is at most config.seq_len
+        where positions are learned.
       num_steps: of the solver; None: the config's own.
       segment_ids_BxL: as for `hidden`.
       positions_BxL: as for `hidden`.
 
     Raises:
-      UserError: there are no weights for that many steps.
+      UserError: there are no weights for that many steps, or the tokens are not integers [B, L], one or more.
       ValueError: L is larger than the number of learned positions.
     """
+    tokens_BxL = jnp.asarray(tokens_BxL)
+    if tokens_BxL.ndim != 2 or not tokens_BxL.size or not jnp.issubdtype(tokens_BxL.dtype, jnp.integer):
+      problem = f"{tokens_BxL.dtype} of the shape {tokens_BxL.shape}"
+      raise UserError(f"tokens: {problem}; must be integers [batch, length], one or more")
     weights = self.block_weights(self.grid(num_steps))
     hidden_BxLxD = self.hidden(tokens_BxL, weights, segment_ids_BxL=segment_ids_BxL, positions_BxL=positions_BxL)
     return self.logits(hidden_BxLxD)

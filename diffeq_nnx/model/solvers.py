@@ -104,6 +104,8 @@ class RungeKutta(Solver):
     object.__setattr__(self, "a", tuple(tuple(map(float, row)) for row in self.a))
     if [len(row) for row in self.a] != list(range(len(self.b))) or len(self.c) != len(self.b):
       raise ValueError(f"a={self.a}, b={self.b}, c={self.c}: row i of a must have i numbers, b and c one for each row")
+    if not math.isclose(sum(self.b), 1, abs_tol=1e-6) or not all(0 <= node <= 1 for node in self.c):
+      raise ValueError(f"b={self.b}, c={self.c}: b must add up to 1, and each c be from 0 to 1")
 
   @property
   def nodes(self) -> tuple[float, ...]:
@@ -252,7 +254,7 @@ def weight_times(model: ModelConfig, grid: Grid | None = None) -> Times:
 
 
 def register(name: str, solver: Solver) -> None:
-  """Adds a solver as a choice of `model.solver`.
+  """Adds a solver as a choice of `model.solver`; it must not change afterwards.
 
   Raises:
     UserError: another solver has this name, by which compiled programs are cached; or it is not a `Solver`.

@@ -312,8 +312,12 @@ def register(name: str, field: type[GPTField] | type[LlamaField]) -> None:
   """Adds a vector field, a class with the methods of `GPTField`, as a choice of `model.field`.
 
   Raises:
-    UserError: another field has this name; compiled programs are cached by it.
+    UserError: another field has this name, by which compiled programs are cached; or it is not such a class.
   """
+  missing = [one for one in dir(GPTField) if not one.startswith("_") and not hasattr(field, one)]
+  if not isinstance(field, type) or missing:
+    lacks = f"lacks {missing[0]}" if missing else "is not a class"
+    raise UserError(f"{name}: {field!r} {lacks}; pass a class like GPTField, as a subclass of it")
   if FIELDS.setdefault(name, field) is not field:
     raise UserError(f"{name}: is the name of a vector field already; register it under another name")
   config_lib.add_choice("model.field", name)
