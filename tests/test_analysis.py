@@ -6,6 +6,7 @@ import sys
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.optimize import linear_sum_assignment
@@ -183,6 +184,18 @@ def test_float32_in_chunks_is_near_float64(monkeypatch, form):
   if form == "exact":  # what float32 can't tell from zero is told as zero: a LayerNorm takes one direction out
     zeros = np.isneginf(exponents(narrow, TOKENS, form=form)[:, -1])
     assert zeros.sum() >= np.sum(expected[:, -1] < -25) > 0
+
+
+def test_cotangents_pulled_back_together_are_those_pulled_back_alone():
+  """With norms of queries and keys, which the CPU's compiler of jax 0.10 gets wrong at this size."""
+  sizes = dict(embed_dim=48, num_heads=6, num_kv_heads=2, head_dim=16, mlp_dim=80, seq_len=30, num_steps=2)
+  one = analyzed("llama", "baseline", "float32", qk_norm=True, **sizes)
+  passed, eye = one.observe(np.arange(30)), jnp.eye(48)
+  links = one.without_generator.links_of(one.ready.weights)
+  with one.use_device():
+    pull = lambda rows: sensitivity.pull_back(one.ready, passed.states[0], passed.carries, links, rows)
+    together, alone = pull(eye), [pull(eye[n : n + 1])[0] for n in range(48)]
+  np.testing.assert_allclose(together, alone, atol=1e-5 * np.abs(together).max())
 
 
 # beside the exponents

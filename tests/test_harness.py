@@ -2,6 +2,7 @@
 
 from importlib import metadata
 import json
+import math
 import os
 import re
 import sys
@@ -124,6 +125,15 @@ def test_no_question_is_among_its_own_examples(splits, tmp_path):
   own.set_fewshot_seed(1234)
   contexts = [own.fewshot_context(document, 5) for document in own.eval_docs]
   assert [context.count(one["q"]) for context, one in zip(contexts, records)] == [1] * 12
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite():
+  from lm_eval.api import metrics
+
+  with tasks.infinite_perplexities():
+    assert metrics.weighted_perplexity([(-1860.0, 1)]) == math.inf and metrics.perplexity([-1.0]) == math.e
+  with pytest.raises(OverflowError):
+    metrics.perplexity([-1860.0])
 
 
 def test_the_average_of_a_group_stands_for_its_subtasks():

@@ -131,7 +131,6 @@ def _singular_values(model: AnalyzedModel, passed: Pass, form: str, num: int, pr
   return values_Lxr
 
 
-@jax.jit
 def pull_back(
   ready: ReadyModel, start_1xLxD: jax.Array, carries: Any, links: Any, cotangents_cxD: jax.Array
 ) -> jax.Array:
@@ -139,6 +138,14 @@ def pull_back(
 
   `carries` and `links` are, for each step, the carry before it and what it reads.
   """
+  on_cpu = ready.mesh.devices.flat[0].platform == "cpu"
+  compiled = _compiled_without_fusions if on_cpu and jax.__version_info__ < (0, 11) else _compiled
+  return compiled(ready, start_1xLxD, carries, links, cotangents_cxD)
+
+
+def _pull_back(
+  ready: ReadyModel, start_1xLxD: jax.Array, carries: Any, links: Any, cotangents_cxD: jax.Array
+) -> jax.Array:
   model = ready.make_model()
   step, solver = model.make_step(ready.weights.grid), model.solver
 
@@ -155,3 +162,10 @@ def pull_back(
   last = step(*jax.tree.map(lambda leaf: leaf[-1], (carries, links)))
   rows, _ = jax.lax.scan(back, pull_rows(solver.read, last, rows), (carries, links), reverse=True)
   return pull_rows(solver.init, start_1xLxD, rows)[:, 0]
+
+
+_compiled = jax.jit(_pull_back)
+# The CPU's compiler of jax 0.10 gives wrong rows where queries and keys are normalized (model.qk_norm), by what it
+# fuses for the library YNNPACK; products alone are right.
+_LIBRARY = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+_compiled_without_fusions = jax.jit(_pull_back, compiler_options=_LIBRARY)

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 import contextlib
+import math
 import os
 import pathlib
+import types
 from typing import Any
 from unittest import mock
 
 from absl import logging
+from lm_eval.api import metrics
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 import yaml
@@ -53,6 +56,20 @@ def excluding_questions() -> Iterator[None]:
     config.test_split = config.test_split or config.validation_split
 
   with mock.patch.object(ConfigurableTask, "__init__", make_task):
+    yield
+
+
+@contextlib.contextmanager
+def infinite_perplexities() -> Iterator[None]:
+  """Makes lm_eval's perplexities infinite where its own raise OverflowError, which would lose all results."""
+
+  def exp(exponent: float) -> float:
+    try:
+      return math.exp(exponent)
+    except OverflowError:
+      return math.inf
+
+  with mock.patch.object(metrics, "math", types.SimpleNamespace(**{**vars(math), "exp": exp})):
     yield
 
 

@@ -21,7 +21,7 @@ from diffeq_nnx.data.documents import text_of
 from diffeq_nnx.errors import RunError, UserError, first_line
 from diffeq_nnx.harness import report
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.parallel.console import print_result
+from diffeq_nnx.parallel.console import print_result, to_finite
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 
@@ -91,7 +91,7 @@ def evaluate_downstream(
       f"{len(shots)} numbers of examples; run --job=harness on it with the same"
     )
   info = lm.get_model_info()
-  to_json = lambda value, indent: json.dumps(value, indent=indent, default=str, ensure_ascii=False)
+  to_json = lambda value, indent: json.dumps(to_finite(value), indent=indent, default=str, ensure_ascii=False)
   file_names = (report.NAME if count is None else f"results_{count}shot.json" for count in shots)
   written = {name: to_json(one, 2) for name, one in zip(file_names, ours)}
   if text is not None:
@@ -154,7 +154,7 @@ def _evaluate(
   found = []
   for count in shots:
     lm.truncated = lm.merged = 0
-    with _lm_eval_errors(settings), tasks.excluding_questions():
+    with _lm_eval_errors(settings), tasks.excluding_questions(), tasks.infinite_perplexities():
       one = simple_evaluate(
         model=lm,
         tasks=names,
