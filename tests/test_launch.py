@@ -88,7 +88,7 @@ def test_benchmark_generation_prints_a_token_against_a_read(capsys):
     (
       grow_stored,
       "--config=configs/tiny.py:gpt --workdir=x --schedules=1x1 --set=model.solver=heun",
-      "set it to euler",
+      "set it to sequential",
     ),
     (grow_stored, "--config=configs/tiny.py:diffeq --workdir=x --schedules=1x1", "has no layers to copy"),
     (

@@ -26,6 +26,7 @@ from diffeq_nnx import config as config_lib
 from diffeq_nnx.config import Config
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.model.parameters import path_names
+from diffeq_nnx.model.solvers import SOLVERS
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.runs.run import checked_mesh, load_corpus
 from diffeq_nnx.training.evaluate import Evaluator
@@ -85,8 +86,8 @@ def main(argv: list[str] | None = None) -> None:
   model = config_lib.load(args.config, args.set).model
   if model.weights != "stored":
     raise UserError(f"model.weights={model.weights}: has no layers to copy; set it to stored")
-  if model.solver != "euler":  # as heun, which reads one set of weights more than there are steps
-    raise UserError(f"model.solver={model.solver}: its weights are not those of layers; set it to euler")
+  if len(SOLVERS[model.solver].nodes) > 1:  # as of heun, which reads one set of weights more than there are steps
+    raise UserError(f"model.solver={model.solver}: its weights are not those of layers; set it to sequential")
   tables.require_settings(args.workdir, {"config": args.config, "set": args.set})
   rows, base = [], None
   for schedule, phases in schedules.items():
