@@ -106,9 +106,13 @@ class Checkpoints:
     self._saved.append(step)
 
   def set_loss(self, step: int, validation_loss: float) -> None:
-    """Sets the loss of a checkpoint that was saved before it was validated, so that the best one is kept."""
+    """Sets the loss of a checkpoint that was saved before it was validated, so that the best one is kept.
+
+    Raises RunError if it can't be written.
+    """
     path = os.path.join(self._folder, str(step), "metrics", "metrics")
-    distributed.on_main_process(lambda: files.write_json(path, _rank(validation_loss)))
+    with self._explain(f"write the loss of the checkpoint of step {step}"):
+      distributed.on_main_process(lambda: files.write_json(path, _rank(validation_loss)))
     self._manager.reload()
 
   def without(self, step: int) -> list[int]:
