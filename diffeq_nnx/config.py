@@ -313,6 +313,8 @@ from_config_dict = from_dict  # which takes the ConfigDict of a config file too
 def load(name: str, settings: str | Sequence[str] = ()) -> Config:
   """Loads the experiment of a config file, `PATH.py` or `PATH.py:ARGUMENT`, with `key=value` settings on top.
 
+  A single setting may be given without a list.
+
   Raises:
     UserError: no such file, one that raises something, or what `from_dict` raises.
   """
@@ -386,7 +388,8 @@ def check_num_steps(model: ModelConfig, key: str, num_steps: int | None) -> None
   """Checks that a model has weights for a number of steps; None is its own.
 
   Raises:
-    UserError: it is below 1, or the weights are stored, and for another number; the line begins with `key`.
+    UserError: it is no integer or below 1, or the weights are stored, and for another number; the line begins with
+      `key`.
   """
   own = model.num_steps
   if num_steps is not None and not isinstance(num_steps, numbers.Integral):

@@ -222,8 +222,8 @@ def template_of(tokenizer: Tokenizer, label: str = "data.tokenizer") -> ChatTemp
   return compile_template(tokenizer.chat_template)
 
 
-def refuse_tools(record: Mapping[str, Any]) -> None:
-  """Raises BadConversation if a record has something for the template beside its messages."""
+def refuse_arguments(record: Mapping[str, Any]) -> None:
+  """Raises BadConversation if a record has arguments for the template beside its messages, such as tools."""
   if found := next((key for key in ("tools", "functions", "chat_template_kwargs") if record.get(key)), None):
     problem = f"a chat template gets no {found}; remove the key, if the conversation makes sense so"
     raise BadConversation(f"with {found}", problem)

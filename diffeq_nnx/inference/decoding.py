@@ -97,14 +97,11 @@ class Decoder:
     """The number of tokens that can follow each prompt: learned positions limit the tokens that are read.
 
     Raises:
-      UserError: no prompts, or one that is empty, too long, or has ids that the model lacks.
+      UserError: no prompts, or one that is empty, too long, no list of ids, or has ids that the model lacks.
     """
     if not len(prompts):
       raise UserError("prompts: none given; give one or more")
     for n, prompt in enumerate(prompts):
-      ids = np.asarray(prompt)
-      if ids.ndim != 1 or ids.size and ids.dtype.kind not in "iu":
-        raise UserError(f"prompts[{n}]: must be a list of token ids, not {prompt!r:.60}")
       if problem := self.find_problem(prompt):
         raise UserError(f"prompts[{n}]: {problem}")
     seq_len = self.ready.config.seq_len
@@ -112,14 +109,15 @@ class Decoder:
 
   def find_problem(self, prompt: Sequence[int]) -> str | None:
     """Why a prompt can't be continued; None if it can."""
-    V, seq_len = self.ready.config.vocab_size, self.ready.config.seq_len
-    if not len(prompt):
+    V, seq_len, ids = self.ready.config.vocab_size, self.ready.config.seq_len, np.asarray(prompt)
+    if ids.ndim != 1 or ids.size and ids.dtype.kind not in "iu":
+      return f"must be a list of token ids, not {prompt!r:.60}"
+    if not ids.size:
       return "has no tokens; give at least one"
-    wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < V]
-    if wrong:
+    if len(wrong := ids[(ids < 0) | (ids >= V)]):
       return f"holds the id {wrong[0]}; the model's ids are 0 to {V - 1}"
-    if self._learned and len(prompt) > seq_len:
-      return f"{len(prompt)} tokens; the model has {seq_len} positions (model.seq_len); give a shorter one"
+    if self._learned and len(ids) > seq_len:
+      return f"{len(ids)} tokens; the model has {seq_len} positions (model.seq_len); give a shorter one"
     return None
 
   def count_rows(self, prompts: int) -> int:

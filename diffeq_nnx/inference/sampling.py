@@ -34,7 +34,7 @@ class GenerationOptions:
     draft_tokens: tokens that are drafted at a time, if there is a draft.
 
   Raises:
-    UserError: a value out of range.
+    UserError: a value out of range or of another type.
   """
 
   max_tokens: int = 128

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from diffeq_nnx import files
 from diffeq_nnx.data import Tokenizer
-from diffeq_nnx.data.chat import ChatTemplate, refuse_tools
+from diffeq_nnx.data.chat import ChatTemplate, refuse_arguments
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import encode_texts
@@ -154,9 +154,9 @@ def parse_prompt(line: bytes, template: ChatTemplate | None = None) -> str:
       advice = f"is the same for all; give --{key}" if key in SAMPLING else "is not read; leave it out"
       raise UserError(f"prompt: the line sets {key}, which {advice}")
   if template is not None and isinstance(value, dict):
-    refuse_tools(value)
-  if template is not None and isinstance(value, dict) and "messages" in value:
-    return template.render(value["messages"], add_generation_prompt=True)
+    refuse_arguments(value)
+    if "messages" in value:
+      return template.render(value["messages"], add_generation_prompt=True)
   if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
     raise UserError("prompt: the line must be an object whose key `prompt` is a text, or `messages` with --chat a list")
   return write_prompt(value["prompt"], template)

@@ -7,9 +7,9 @@
 
 `--folder` holds the weights of the run's newest model for transformers. Both compute in float32 on the CPU. Each task
 is done here and then by the hf backend, with `--batch_size` sequences there, over its first `--limit` questions (0: all
-of them). Results are kept in `--out`, by task and side, and what is there is not computed again; another model, other
-tasks or another text need another folder. Seconds are those of the calls for log-likelihoods, the compilation here
-included.
+of them). Results are kept in `--out`, by task and side, and what is there is not computed again; for another model,
+or task files of another folder, name another `--out`. Seconds are those of the calls for log-likelihoods, the
+compilation here included.
 
 With `--text` the perplexity of a file, as one text, is computed in windows of each length: `disjoint` windows lie side
 by side, `sliding` ones move by half their length. There transformers computes the same windows one by one. The
@@ -112,11 +112,9 @@ def main() -> None:
   ours = DiffEqLM(arguments.workdir, dtype="float32")
   manager = TaskManager(include_path=arguments.include_path, include_defaults=False)
   text = files.read(arguments.text).decode() if arguments.text else ""
-  results_of = {
-    name: getattr(arguments, name) for name in ("folder", "include_path", "num_fewshot", "batch_size", "limit")
-  }
-  results_of |= {"run": workdir_lib.run_hash(arguments.workdir), "text": files.hash_json(text), **ours.get_model_info()}
-  tables.require_settings(arguments.out, results_of)
+  settings = ("folder", "include_path", "num_fewshot", "batch_size", "limit")
+  model = {"run": workdir_lib.run_hash(arguments.workdir), **ours.get_model_info()}
+  tables.require_settings(arguments.out, {name: getattr(arguments, name) for name in settings} | model)
   rows = []
   for task in filter(None, arguments.tasks):
     found = []
@@ -131,7 +129,8 @@ def main() -> None:
   rows = []
   for window, length in itertools.product(arguments.ways, arguments.windows):
     lm = DiffEqLM(arguments.workdir, dtype="float32", max_length=length, window=window)
-    path, windows = os.path.join(arguments.out, f"text_{window}{length}"), lm.make_windows(text)
+    name, windows = f"{files.hash_json(text)[:12]}_{window}{length}", lm.make_windows(text)
+    path = os.path.join(arguments.out, name)
     ours = measure(f"{path}_ours", windows, functools.partial(count_here, lm))
     theirs = measure(f"{path}_hf", windows, functools.partial(count_there, hf.model))
     sizes = len(text.split()), len(text.encode())

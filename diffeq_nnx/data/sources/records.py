@@ -107,7 +107,7 @@ def read_document(record: Mapping[str, Any], options: Options) -> Document | Bad
   from diffeq_nnx.data import chat  # Jinja, which training on plain text doesn't need
 
   try:
-    chat.refuse_tools(record)
+    chat.refuse_arguments(record)
     return chat.compile_template(options.chat_template).divide(text)
   except chat.BadConversation as error:
     return BadRecord(error.reason, str(error))
