@@ -191,15 +191,16 @@ def read_notes(path: str) -> dict[str, Any]:
   return known if isinstance(known, dict) else {}
 
 
+def make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Makes the dict of an object of JSON; raises ValueError if a key is there twice, of which json keeps the last."""
+  if len(made := dict(pairs)) < len(pairs):
+    twice, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
+    raise ValueError(f"it gives {twice!r} twice")
+  return made
+
+
 def parse_json(content: bytes, path: str, label: str | None = None) -> Any:
   """Returns the JSON value that a file holds; raises UserError if it isn't JSON, or an object has a key twice."""
-
-  def make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(made := dict(pairs)) < len(pairs):
-      twice, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
-      raise ValueError(f"it gives {twice!r} twice")
-    return made
-
   try:
     return json.loads(content.decode("utf-8-sig"), object_pairs_hook=make_dict)
   except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError

@@ -113,22 +113,27 @@ def test_texts_ids_and_masks_are_those_of_transformers(folder, theirs, tmp_path,
       assert (tokens & NOT_COUNTED == 0).astype(int).tolist() == wanted["assistant_masks"], blocks
 
 
+SAID = "{{ messages[0].content ~ messages[1].content }}"
+
+
 def test_the_folder_decides_about_the_template(folder, tmp_path):
   (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
   said = json.loads((folder / "tokenizer_config.json").read_text())
   write = lambda **changes: (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | changes))
   load = lambda: data.load_tokenizer(str(tmp_path))
-  write(chat_template=[{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}])
-  assert ChatTemplate(load().chat_template).render(TURNS) == "<|im_end|>"
+  write(chat_template=[{"name": "rag", "template": "no"}, {"name": "default", "template": SAID + "{{ eos_token }}"}])
+  assert ChatTemplate(load().chat_template).render(TURNS) == "HiBye<|im_end|>"
   write(chat_template="old", eos_token={"content": "<|im_end|>"})
-  (tmp_path / "chat_template.jinja").write_text("  {% if true %}{{ bos_token ~ unk_token ~ eos_token }}{% endif %}")
+  (tmp_path / "chat_template.jinja").write_text(
+    "  {% if true %}{{ bos_token ~ unk_token ~ eos_token }}{% endif %}" + SAID
+  )
   tokenizer = load()
-  assert ChatTemplate(tokenizer.chat_template).render(TURNS) == "<s><|im_end|>"
+  assert ChatTemplate(tokenizer.chat_template).render(TURNS) == "<s><|im_end|>HiBye"
   assert tokenizer.hash == data.load_tokenizer(str(folder)).hash  # of which the template is no part
-  defaults = "{% if eos_token is not defined %}{% set eos_token = 'x' %}{% endif %}{{ eos_token }}"
+  defaults = "{% if eos_token is not defined %}{% set eos_token = 'x' %}{% endif %}{{ eos_token }}" + SAID
   (tmp_path / "chat_template.jinja").write_text(defaults)
   for _ in range(2):  # as published, and as an export writes it
-    assert ChatTemplate(load().chat_template).render(TURNS) == "<|im_end|>"
+    assert ChatTemplate(load().chat_template).render(TURNS) == "<|im_end|>HiBye"
     (tmp_path / "chat_template.jinja").write_text(load().chat_template)
 
 
@@ -155,7 +160,7 @@ def test_variables_for_tokens_are_those_of_transformers_whatever_the_files_name(
 
 
 def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path):
-  (tmp_path / "chat.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+  (tmp_path / "chat.jinja").write_text("{{ bos_token }}{{ eos_token }}" + SAID)
   tokenizer = data.load_tokenizer("bytes", DataConfig(chat_template=str(tmp_path / "chat.jinja")))
   run = str(tmp_path / "run")
   workdir.clear(run, tokenizer)
@@ -164,10 +169,10 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path):
   assert kept.chat_template == tokenizer.chat_template is not None
   assert chat.template_of(kept).render(TURNS) == chat.template_of(tokenizer).render(TURNS)
   assert data.load_tokenizer(run).chat_template == kept.chat_template
-  (tmp_path / "other.jinja").write_text("{{ eos_token }}!")
+  (tmp_path / "other.jinja").write_text("{{ eos_token }}" + SAID)
   other = DataConfig(chat_template=str(tmp_path / "other.jinja"))  # beside which nothing names marks
   given = data.load_tokenizer(run, other)
-  assert chat.template_of(given).render(TURNS) == tokenizer.name_token(tokenizer.eos_id) + "!"
+  assert chat.template_of(given).render(TURNS) == tokenizer.name_token(tokenizer.eos_id) + "HiBye"
 
 
 def test_characters_of_tokens_join_to_the_text(folder):
@@ -259,9 +264,22 @@ def test_a_template_that_reads_lists_of_parts_gets_them():
   assert template.render(TURNS) == "user:Hi;assistant:Bye;" and "Hi" in template.render(TURNS[:1])
 
 
+def test_a_message_that_the_template_leaves_out_is_refused_and_one_that_it_changes_is_not():
+  """As templates of some published models leave out what a system says."""
+  writes = (
+    "{% if m.role != 'system' %}<{{ m.role }}>{{ m.content | upper if m.role == 'user' else m.content }}{% endif %}"
+  )
+  template = ChatTemplate(f"{{% for m in messages %}}{writes}{{% endfor %}}")
+  assert template.render(TURNS) == "<user>HI<assistant>Bye"
+  for act in (template.divide, template.render):
+    with pytest.raises(chat.BadConversation, match=r"does not write message 0 \(system\)"):
+      act([{"role": "system", "content": "Be kind."}, *TURNS])
+    act([{"role": "system", "content": " "}, *TURNS])
+
+
 def test_a_template_whose_turns_cannot_be_told_without_blocks_needs_them():
   """They depend on later ones; the assistant begins, and the template refuses no messages, or begins it in its loop."""
-  forgetful = "{% for m in messages %}[{{ m.content if loop.last else '-' }}]{% endfor %}"
+  forgetful = "{% for m in messages %}[{{ m.content if loop.last else m.content | first }}]{% endfor %}"
   first = "{{ messages[0].role }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
   in_the_loop = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }};"
@@ -275,7 +293,7 @@ def test_a_template_whose_turns_cannot_be_told_without_blocks_needs_them():
   assert ChatTemplate(without_blocks(CHATML).replace("messages[0].role != 'system'", "false")).divide(TURNS[1:])
   blocks = forgetful.replace("[", "{% generation %}[").replace("]", "]{% endgeneration %}")
   counted = [piece.text for piece in ChatTemplate(blocks).divide([*TURNS, *TURNS]) if piece.counts]
-  assert counted == ["[-]"] * 3 + ["[Bye]"]
+  assert counted == ["[H]", "[B]", "[H]", "[Bye]"]
 
 
 def test_a_template_that_counts_turns_by_their_tool_calls_writes_these():
@@ -298,7 +316,9 @@ def test_blocks_out_of_order_are_refused():
 
 
 def test_reasoning_has_the_names_that_transformers_gives_it(theirs):
-  template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}"
+  template = (
+    "{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}"
+  )
   for keys in (["thinking", "reasoning"], ["reasoning_content", "thinking"]):
     messages = [{**message, **{key: f"by {key}" for key in keys}, "name": None} for message in TURNS]
     wanted = theirs.apply_chat_template(messages, tokenize=False, chat_template=template)
@@ -340,7 +360,7 @@ def test_a_template_of_a_stranger_reaches_nothing(tmp_path, attack):
   (tmp_path / "secret").write_text("the secret")
   messages = [dict(one) for one in TURNS]
   try:
-    written = ChatTemplate(attack.replace("SECRET", str(tmp_path / "secret"))).render(messages)
+    written = ChatTemplate(SAID + attack.replace("SECRET", str(tmp_path / "secret"))).render(messages)
   except data.chat.BadConversation as error:
     written = str(error)
     assert "\n" not in written and "refuses the messages" in written

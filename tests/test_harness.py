@@ -87,7 +87,8 @@ def test_a_comparison_notes_what_differs_and_replaces_earlier_results(run, measu
     "another number of questions for the baseline: choice",
   ):
     assert part in table
-  assert "no number in common" in told(lambda: evaluate(baseline, num_fewshot=(1,), limit=1, folder="third"))
+  evaluate(baseline, num_fewshot=(1,), limit=1, folder="third")
+  assert "no number in common" in capsys.readouterr().err and (run[1] / "third" / "results_1shot.json").exists()
 
 
 def test_how_a_baseline_was_made_is_noted_where_it_differs():
@@ -120,7 +121,7 @@ def test_no_question_is_among_its_own_examples(splits, tmp_path):
   task = {"task": "own", "output_type": "multiple_choice", **files, **dict.fromkeys(splits, "some")}
   task |= {"doc_to_text": "{{q}}", "doc_to_choice": "choices", "doc_to_target": "yes"}
   (tmp_path / "own.yaml").write_text(json.dumps(task))
-  with tasks.excluding_questions():
+  with tasks.mending():
     own = tasks.make_manager(str(tmp_path), False).load(["own"])["tasks"]["own"]
   own.set_fewshot_seed(1234)
   contexts = [own.fewshot_context(document, 5) for document in own.eval_docs]
@@ -130,7 +131,7 @@ def test_no_question_is_among_its_own_examples(splits, tmp_path):
 def test_a_perplexity_beyond_all_numbers_is_infinite():
   from lm_eval.api import metrics
 
-  with tasks.infinite_perplexities():
+  with tasks.mending():
     assert metrics.weighted_perplexity([(-1860.0, 1)]) == math.inf and metrics.perplexity([-1.0]) == math.e
   with pytest.raises(OverflowError):
     metrics.perplexity([-1860.0])
@@ -156,6 +157,27 @@ def test_mistakes_are_reported_in_one_line(evaluate, task_folder, tmp_path):
   task |= {"task": "broken", "doc_to_text": "{{nonsense.x}}"}
   (tmp_path / "broken.yaml").write_text(json.dumps(task))
   assert "UndefinedError: 'nonsense' is undefined" in line(tasks="broken", include_path=str(tmp_path), limit=2)
+
+
+def test_an_error_loses_no_finished_numbers_and_settings_are_checked_before_scoring(
+  run, evaluate, task_folder, tmp_path, monkeypatch
+):
+  """Examples come from the questions, of which there are 20."""
+  text = f"jsonl:{task_folder}/texts.jsonl"
+  assert "Sample larger than population" in told(
+    lambda: evaluate(text=text, num_fewshot=(0, 40), limit=2, folder="partly")
+  )
+  assert sorted(os.listdir(run[1] / "partly")) == ["perplexity.json", "results_0shot.json"]
+  task = json.loads((task_folder / "continuing.yaml").read_text())
+  for settings, problem in (
+    ({"max_gen_toks": 96}, "at least one"),
+    ({"num_beams": 2}, "num_beams=2: is not supported"),
+  ):
+    task |= {"task": "long", "generation_kwargs": settings}
+    (tmp_path / "long.yaml").write_text(json.dumps(task))
+    (tmp_path / "choice.yaml").write_text((task_folder / "choice.yaml").read_text())
+    monkeypatch.setattr(DiffEqLM, "loglikelihood", None)
+    assert problem in told(lambda: evaluate(tasks="choice,long", include_path=str(tmp_path)))
 
 
 def test_a_text_is_read_by_other_keys_than_the_run_s(run, tmp_path):
@@ -231,3 +253,11 @@ def test_the_paper_s_group_is_found_however_tasks_are_given(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lm_eval", *words.split()])
     command_line.main()
     assert (sys.argv[-2:] == ["--include_path", tasks.GROUPS]) == added
+
+
+def test_the_command_line_says_in_one_line_that_a_task_is_unknown(monkeypatch, capsys):
+  monkeypatch.setattr("diffeq_nnx.parallel.distributed.start", lambda *arguments: None)
+  monkeypatch.setattr(sys, "argv", "lm_eval --model diffeq_nnx --tasks nosuch --include_path=tests".split())
+  with pytest.raises(SystemExit) as ended:
+    command_line.main()
+  assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1] == "error: Tasks not found: nosuch"

@@ -111,6 +111,7 @@ def test_a_record_in_columns_is_the_one_that_json_lines_hold(tmp_path, monkeypat
   turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "weight": 0.5}]
   pair = {"prompt": "ask", "completion": "answer"}
   chats = [{"messages": turns, "tools": None}, {"messages": turns[:1], "tools": [{"name": "look"}]}]
+  chats = [{**one, "chat_template_kwargs": {"thinking": False}} for one in chats]
   records = [{**chat, "id": 1, **pair} for chat in chats]
   mixed = [{"messages": [{"role": "user", "content": value}], "id": 1} for value in ("x", ["y"], {"z": 1}, 2)]
   seen = []
@@ -130,6 +131,13 @@ def test_a_record_in_columns_is_the_one_that_json_lines_hold(tmp_path, monkeypat
     seen.clear()
     list(data.documents(source, options=options))
     assert seen == [{"messages": one["messages"]} for one in mixed]
+  calls = pa.array(
+    [[{"arguments": [("a", "1")]}]], pa.list_(pa.struct({"arguments": pa.map_(pa.string(), pa.string())}))
+  )
+  pq.write_table(pa.table({"messages": calls}), tmp_path / "map.parquet")
+  seen.clear()
+  list(data.documents(f"parquet:{tmp_path}/map.parquet", options=options))
+  assert seen == [{"messages": [{"arguments": {"a": "1"}}]}]
 
 
 def test_a_change_behind_a_link_to_a_folder_is_noticed(tmp_path):

@@ -192,6 +192,8 @@ def test_a_kept_listing_hides_no_change(bucket, monkeypatch):
 
 BAD_FILES = {  # of compressed ones one of each kind: what is damaged in each format is above
   "empty.text": (b"", ": the file is empty"),
+  "mark.text": (b"\xef\xbb\xbf", ": the file is empty"),
+  "twice.jsonl": (b'{"text": "x", "text": "y"}', " line 1: not JSON (it gives 'text' twice)"),
   "latin.text": (b"fine\ncaf\xe9\n", " line 2: not UTF-8"),
   "cut.text.gz": (gzip.compress(NOISE)[:500], " can't be read"),
   "nothing.text.xz": (b"", " can't be read"),

@@ -15,7 +15,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from diffeq_nnx.data.documents import Piece, count_bytes, divide
+from diffeq_nnx.data.documents import TEMPLATE_ARGUMENTS, Piece, count_bytes, divide
 from diffeq_nnx.data.tokenizers import Tokenizer
 from diffeq_nnx.errors import UserError, first_line
 
@@ -145,7 +145,8 @@ class ChatTemplate:
       raise BadConversation("whose generation blocks are out of order", f"{problem}; take them out of these")
     pieces = divide(text, spans)
     if not count_bytes(pieces):
-      raise BadConversation("whose assistant says nothing", "no text of the assistant is written; remove the record")
+      problem = "no text of the assistant counts: it is empty, not written, or has the weight 0; remove the record"
+      raise BadConversation("whose assistant says nothing", problem)
     return pieces
 
   @functools.cached_property
@@ -168,22 +169,26 @@ class ChatTemplate:
     return not found or bool(after.strip())
 
   def _check_written(self, messages: Sequence[Mapping[str, Any]], text: str, add_generation_prompt: bool) -> None:
-    """Raises BadConversation if `text`, which the template wrote, lacks calls of tools or all reasoning.
+    """Raises BadConversation if `text`, which the template wrote, lacks a message, calls of tools or all reasoning.
 
     It raises that too if arguments of a call are JSON in a string, and the text has this string in quotes. Reasoning
     may be left out where an answer is to follow, as many templates do with that of earlier turns.
     """
+    for number, one in enumerate(messages):
+      if (one.get("content") or "").strip() in text:
+        continue
+      # The template changed this content, as it may, or it writes the same whatever the content is.
+      other = [*messages[:number], {**one, "content": _ANSWER}, *messages[number + 1 :]]
+      if self._writes(text, other, add_generation_prompt):
+        problem = f"{_LABEL} does not write message {number} ({one['role']}); give one that does, or remove the message"
+        raise BadConversation("with a message that the chat template does not write", problem)
     kinds = _CALLS if add_generation_prompt else _CALLS | {"reasoning": _REASONING}
     for what, keys in kinds.items():
       found = next((key for key in keys if any(one.get(key) for one in messages)), None)
       if found is None:
         continue
       bare = [{key: value for key, value in one.items() if key not in keys} for one in messages]
-      try:
-        same = self._render(bare, add_generation_prompt) == text
-      except BadConversation:  # of a template that counts turns by their calls
-        continue
-      if same:
+      if self._writes(text, bare, add_generation_prompt):
         problem = f"{_LABEL} does not write {found}; give one that does, or remove the record"
         raise BadConversation(f"with {what} that the chat template does not write", problem)
     calls = [call for one in messages if isinstance(one.get("tool_calls"), list) for call in one["tool_calls"]]
@@ -195,6 +200,13 @@ class ChatTemplate:
           f"{_LABEL} writes the arguments of a call as a string; give them as an object, not as JSON in a string"
         )
         raise BadConversation("with arguments of calls in a string", problem)
+
+  def _writes(self, text: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> bool:
+    """Whether it writes this text for the messages; no where it refuses them, as if it counts turns by their calls."""
+    try:
+      return self._render(messages, add_generation_prompt) == text
+    except BadConversation:
+      return False
 
   def _find_turn(self, messages: Sequence[Mapping[str, Any]], number: int, text: str) -> tuple[int, int]:
     problem = "needs {% generation %} blocks around what the assistant says: without them its turns can't be found here"
@@ -224,7 +236,7 @@ def template_of(tokenizer: Tokenizer, label: str = "data.tokenizer") -> ChatTemp
 
 def refuse_arguments(record: Mapping[str, Any]) -> None:
   """Raises BadConversation if a record has arguments for the template beside its messages, such as tools."""
-  if found := next((key for key in ("tools", "functions", "chat_template_kwargs") if record.get(key)), None):
+  if found := next((key for key in TEMPLATE_ARGUMENTS if record.get(key)), None):
     problem = f"a chat template gets no {found}; remove the key, if the conversation makes sense so"
     raise BadConversation(f"with {found}", problem)
 

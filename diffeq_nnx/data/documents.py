@@ -22,6 +22,9 @@ class Piece:
 
 Document = str | tuple[Piece, ...]
 
+# Keys of a record that are arguments for a chat template, beside its messages.
+TEMPLATE_ARGUMENTS = ("tools", "functions", "chat_template_kwargs")
+
 
 def text_of(document: Document) -> str:
   """Returns the whole text."""

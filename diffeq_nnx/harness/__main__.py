@@ -30,11 +30,13 @@ def main() -> None:
     if "--include_path" not in flags and any(flag == "--tasks" or flag.startswith("-t") for flag in flags):
       sys.argv += ["--include_path", tasks.GROUPS]
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstrap without forks, which JAX may not survive
-    with tasks.excluding_questions():
+    with tasks.mending():
       cli_evaluate()
-  except (UserError, RunError) as error:
+  except (UserError, RunError, ValueError) as error:
+    if type(error) is ValueError and not str(error).startswith("Tasks not found"):  # lm_eval's own, for a wrong name
+      raise
     print(f"error: {error}", file=sys.stderr)
-    sys.exit(2 if isinstance(error, UserError) else 1)
+    sys.exit(1 if isinstance(error, RunError) else 2)
   finally:
     distributed.finish()
 

@@ -18,6 +18,7 @@ import jax
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
@@ -331,7 +332,7 @@ class DiffEqLM(TemplateLM):
     groups = collections.defaultdict(list)
     for number, request in enumerate(requests):
       prompt, kwargs = request.args
-      options, until = self._read_options(request)
+      options, until = self._read_options(str(request.task_name), kwargs)
       if isinstance(prompt, Rendered):
         until += template_of(self._tokenizer).end_of_turn
       room = self.windows.max_length - options.max_tokens
@@ -348,6 +349,7 @@ class DiffEqLM(TemplateLM):
       for (options, until), group in groups.items():
         numbers, prompts, row_numbers = zip(*sorted(group, key=lambda one: (-len(one[1]), one[1])))
         asked = [requests[number].args[0] for number in numbers]
+        options = dataclasses.replace(options, rows=self.batch_size * self._decoder.parts)
         choices: dict[str, Any] = {"stop": until, "row_numbers": row_numbers, "leading": self._tokenizer.leading}
         for n, one in continue_texts(self._decoder, self._tokenizer, asked, prompts, options, **choices):
           texts[numbers[n]] = one.text
@@ -355,11 +357,16 @@ class DiffEqLM(TemplateLM):
           bar.update()
     return texts
 
-  def _read_options(self, request: Instance) -> tuple[GenerationOptions, tuple[str, ...]]:
+  def check_task(self, task: ConfigurableTask) -> None:
+    """Raises UserError, as `generate_until` would, if a task's texts can't be generated as it asks."""
+    if task.OUTPUT_TYPE == "generate_until":
+      self._read_options(str(task.config.task), task.config.generation_kwargs or {})
+
+  def _read_options(self, task: str, given: dict[str, Any]) -> tuple[GenerationOptions, tuple[str, ...]]:
     """Reads how a task's texts are sampled, and the strings at which they stop."""
-    prefix = f"task {request.task_name}: generation_kwargs: "
+    prefix = f"task {task}: generation_kwargs: "
     longest = self.windows.max_length
-    kwargs = normalize_gen_kwargs(request.args[1], min(MAX_TOKENS, max(longest // 2, 1)))
+    kwargs = normalize_gen_kwargs(given, min(MAX_TOKENS, max(longest // 2, 1)))
     for name, value in kwargs.items():
       if name not in GENERATION:
         raise UserError(f"{prefix}{name}={value!r}: is not supported; only {', '.join(GENERATION)} are")
@@ -375,7 +382,6 @@ class DiffEqLM(TemplateLM):
         top_k=kwargs.get("top_k") or None,
         top_p=kwargs.get("top_p", 1.0),
         seed=self._seed,
-        rows=self.batch_size * self._decoder.parts,
       )
     except (UserError, TypeError, ValueError) as error:
       raise UserError(f"{prefix}{error}") from error

@@ -1,6 +1,6 @@
 """Which tasks: the paper's list, and names that are checked before anything is computed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import math
 import os
@@ -41,10 +41,12 @@ def make_manager(include_path: str | None, default_tasks: bool) -> TaskManager:
 
 
 @contextlib.contextmanager
-def excluding_questions() -> Iterator[None]:
-  """Makes tasks whose examples never include the question that is asked.
+def mending(check: Callable[[ConfigurableTask], None] = lambda task: None) -> Iterator[None]:
+  """Around calls of lm_eval, mends two of its faults, and calls `check` with each task that it makes.
 
-  lm_eval 0.4.13 leaves it out only if a task names the split of its examples, and that is its test split.
+  The examples of a task never include the question that is asked: lm_eval 0.4.13 leaves it out only if a task names the
+  split of its examples, and that is its test split. Perplexities are infinite where lm_eval's own raise OverflowError,
+  which would lose all results.
   """
   make = ConfigurableTask.__init__
 
@@ -54,14 +56,7 @@ def excluding_questions() -> Iterator[None]:
     if examples.split is None and examples.samples is None:
       examples.split = config.training_split or config.validation_split or config.test_split
     config.test_split = config.test_split or config.validation_split
-
-  with mock.patch.object(ConfigurableTask, "__init__", make_task):
-    yield
-
-
-@contextlib.contextmanager
-def infinite_perplexities() -> Iterator[None]:
-  """Makes lm_eval's perplexities infinite where its own raise OverflowError, which would lose all results."""
+    check(task)
 
   def exp(exponent: float) -> float:
     try:
@@ -69,7 +64,8 @@ def infinite_perplexities() -> Iterator[None]:
     except OverflowError:
       return math.inf
 
-  with mock.patch.object(metrics, "math", types.SimpleNamespace(**{**vars(math), "exp": exp})):
+  patched = mock.patch.object(metrics, "math", types.SimpleNamespace(**{**vars(math), "exp": exp}))
+  with patched, mock.patch.object(ConfigurableTask, "__init__", make_task):
     yield
 
 

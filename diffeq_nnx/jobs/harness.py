@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from diffeq_nnx.data.documents import text_of
 from diffeq_nnx.errors import RunError, UserError, first_line
 from diffeq_nnx.harness import report
 from diffeq_nnx.parallel import distributed
-from diffeq_nnx.parallel.console import print_result, to_finite
+from diffeq_nnx.parallel.console import print_result, say, to_finite
 from diffeq_nnx.runs import workdir as workdir_lib
 from diffeq_nnx.runs.run import Run
 
@@ -82,23 +83,20 @@ def evaluate_downstream(
     window=settings.window,
     stride=settings.stride,
   )
-  ours = _evaluate(lm, names, manager, shots, settings) if names else []
-  text = None if texts is None else lm.measure_perplexity(map(text_of, texts.documents()), settings.limit)
-  found = report.collect_estimates(ours)
+  # Each file is written as soon as its numbers are known, so that no later error loses them.
+  save = functools.partial(distributed.on_main_process, _save, folder, [])
+  text, ours = None, list[report.Results]()
+  if texts is not None:
+    text = lm.measure_perplexity(map(text_of, texts.documents()), settings.limit)
+    conditions = {name: lm.get_model_info()[name] for name in CONDITIONS}
+    save("perplexity.json", {"text": settings.text, **text, **conditions})
+  for count in shots if names else ():
+    ours.append(_evaluate(lm, names, manager, count, settings))
+    save(report.NAME if count is None else f"results_{count}shot.json", ours[-1])
+  found, info = report.collect_estimates(ours), lm.get_model_info()
   if theirs and ours and not found.keys() & report.collect_estimates(theirs).keys():
-    raise UserError(
-      f"--baseline={baseline}: has no number in common with harness.tasks={settings.tasks}, "
-      f"{len(shots)} numbers of examples; run --job=harness on it with the same"
-    )
-  info = lm.get_model_info()
-  to_json = lambda value, indent: json.dumps(to_finite(value), indent=indent, default=str, ensure_ascii=False)
-  file_names = (report.NAME if count is None else f"results_{count}shot.json" for count in shots)
-  written = {name: to_json(one, 2) for name, one in zip(file_names, ours)}
-  if text is not None:
-    record = {"text": settings.text, **text, **{name: info[name] for name in CONDITIONS}}
-    written["perplexity.json"] = to_json(record, 1) + "\n"
-  written["table.md"] = report.make_table(ours, theirs, _describe(settings, info, shots, ours, theirs, text))
-  distributed.on_main_process(_write, folder, written)
+    say(f"--baseline={baseline}: has no number in common with these results; run --job=harness on it with the same")
+  save("table.md", report.make_table(ours, theirs, _describe(settings, info, shots, ours, theirs, text)))
   tested = lambda key: key.task if key.shots is None else f"{key.task} ({key.shots}-shot)"
   accuracies = {tested(key): round(one.value, 4) for key, one in found.items() if key.metric == "acc"}
   return print_result(
@@ -143,36 +141,31 @@ def _lm_eval_errors(settings: HarnessConfig) -> Iterator[None]:
     ) from error
 
 
-def _evaluate(
-  lm: Any, names: list[str], manager: Any, shots: list[int | None], settings: HarnessConfig
-) -> list[report.Results]:
-  """lm_eval's results for each number of examples before each question."""
+def _evaluate(lm: Any, names: list[str], manager: Any, shots: int | None, settings: HarnessConfig) -> report.Results:
+  """lm_eval's results, with `shots` examples before each question; None: as many as each task says."""
   from lm_eval import simple_evaluate
 
   from diffeq_nnx.harness import tasks
 
-  found = []
-  for count in shots:
-    lm.truncated = lm.merged = 0
-    with _lm_eval_errors(settings), tasks.excluding_questions(), tasks.infinite_perplexities():
-      one = simple_evaluate(
-        model=lm,
-        tasks=names,
-        num_fewshot=count,
-        limit=settings.limit,
-        batch_size=settings.batch_size,
-        apply_chat_template=settings.apply_chat_template,
-        fewshot_as_multiturn=settings.fewshot_as_multiturn,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=BOOTSTRAP,
-      )
-    one["config"]["model"] = "diffeq_nnx"
-    if count != 0:
-      one["config"]["examples"] = "never the question"  # see `tasks.excluding_questions`
-    if settings.apply_chat_template:
-      one["config"]["chat_template"] = report.CHAT_FORMS[settings.fewshot_as_multiturn]
-    found.append(one)
+  lm.truncated = lm.merged = 0
+  with _lm_eval_errors(settings), tasks.mending(lm.check_task):
+    found = simple_evaluate(
+      model=lm,
+      tasks=names,
+      num_fewshot=shots,
+      limit=settings.limit,
+      batch_size=settings.batch_size,
+      apply_chat_template=settings.apply_chat_template,
+      fewshot_as_multiturn=settings.fewshot_as_multiturn,
+      task_manager=manager,
+      log_samples=False,
+      bootstrap_iters=BOOTSTRAP,
+    )
+  found["config"]["model"] = "diffeq_nnx"
+  if any(found["n-shot"].values()):
+    found["config"]["examples"] = "never the question"  # see `tasks.mending`
+  if settings.apply_chat_template:
+    found["config"]["chat_template"] = report.CHAT_FORMS[settings.fewshot_as_multiturn]
   return found
 
 
@@ -213,12 +206,17 @@ def _describe(
   return notes
 
 
-def _write(folder: str, written: dict[str, str]) -> None:
-  """Writes files by name to the folder, and removes the results of an earlier job."""
+def _save(folder: str, saved: list[str], name: str, content: Any) -> None:
+  """Writes a text, or a value as JSON, to a file of results.
+
+  Results of an earlier job, which are not among the names `saved` so far, are removed.
+  """
+  if not isinstance(content, str):
+    content = json.dumps(to_finite(content), indent=2, default=str, ensure_ascii=False) + "\n"
   with files.writing(folder, "copy the run to a place of yours"):
     files.make_folder(folder)
-    for name, content in written.items():
-      files.write(os.path.join(folder, name), content.encode())
-    for name in files.list_sizes(folder):
-      if name not in written and re.fullmatch(r"results(_\d+shot)?\.json|perplexity\.json", name):
-        files.remove(os.path.join(folder, name))
+    for old in files.list_sizes(folder):
+      if old not in saved and re.fullmatch(r"results(_\d+shot)?\.json|perplexity\.json|table\.md", old):
+        files.remove(os.path.join(folder, old))
+    files.write(os.path.join(folder, name), content.encode())
+  saved.append(name)

@@ -22,6 +22,7 @@ import numpy as np
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import data
 from diffeq_nnx.depth.trained import list_computed
+from diffeq_nnx.errors import UserError
 from diffeq_nnx.model import grids
 from diffeq_nnx.parallel import sharding
 from diffeq_nnx.training import flops
@@ -41,6 +42,8 @@ class Program:
 
   def __init__(self, name: str, config: config_lib.Config, what: str):
     self.name, self.config = name, config
+    if config.train.teacher is not None:
+      raise UserError(f"{name}: train.teacher: a teacher is not timed here; set it to None")
     mesh = sharding.make_mesh(config.mesh)
     sharding.check(config, mesh)
     with jax.set_mesh(mesh):

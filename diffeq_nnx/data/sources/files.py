@@ -22,7 +22,7 @@ from diffeq_nnx.data.documents import Document
 from diffeq_nnx.data.sources import records
 from diffeq_nnx.data.sources.records import BadRecord, Options, Part
 from diffeq_nnx.errors import UserError
-from diffeq_nnx.files import check_url, is_url
+from diffeq_nnx.files import check_url, is_url, make_dict
 
 PART_BYTES = 32 << 20  # of a large file that is read in parts, and of a file whose size its file system does not tell
 # Fields that change with the version of a remote file; each file system has some of them.
@@ -68,7 +68,7 @@ def _read_text(path: str, prefix: str, options: Options) -> Iterator[str | BadRe
     number = data.count(b"\n", 0, error.start) + 1
     yield records.make_not_utf8(error, f"{path} line {number}")
     return
-  empty = not data
+  empty = not text
   del data  # this frame lives on while the caller works on the text
   yield _make_empty(path) if empty else text
 
@@ -103,7 +103,7 @@ def _make_empty(path: str) -> BadRecord:
 def _parse_line(line: bytes, options: Options, encoding: str) -> Document | BadRecord:
   """Returns the document of one line of JSON, or a `BadRecord` without its place."""
   try:
-    record = json.loads(line.decode(encoding))
+    record = json.loads(line.decode(encoding), object_pairs_hook=make_dict)
   except UnicodeDecodeError as error:
     return records.make_not_utf8(error)
   except (ValueError, RecursionError) as error:

@@ -112,7 +112,9 @@ def _decode(value: Any, kind: Any) -> Any:
   """
   if isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
     return json.loads(value)
-  if isinstance(value, list) and hasattr(kind, "value_type"):  # a map is a list of pairs
+  if isinstance(value, list) and hasattr(kind, "item_type"):  # of a map: pairs of a key and its value
+    return {key: _decode(one, kind.item_type) for key, one in value}
+  if isinstance(value, list) and hasattr(kind, "value_type"):
     return [_decode(one, kind.value_type) for one in value]
   if isinstance(value, dict):
     return {name: _decode(one, kind.field(name).type) for name, one in value.items() if one is not None}

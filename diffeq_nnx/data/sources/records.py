@@ -10,7 +10,7 @@ from typing import Any
 from absl import logging
 
 from diffeq_nnx.config import DataConfig
-from diffeq_nnx.data.documents import Document, Piece
+from diffeq_nnx.data.documents import TEMPLATE_ARGUMENTS, Document, Piece
 from diffeq_nnx.data.sources import compressed
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.files import is_url
@@ -75,8 +75,8 @@ def name_columns(options: Options) -> dict[str, str]:
 
 
 def choose_columns(names: Iterable[str], options: Options) -> list[str]:
-  """Returns which columns of a table `read_document` reads: with conversations also their tools, if there are any."""
-  wanted = {*name_columns(options).values(), *(["tools", "functions"] if options.records == "chat" else [])}
+  """Returns which columns of a table `read_document` reads: beside conversations also arguments for the template."""
+  wanted = {*name_columns(options).values(), *(TEMPLATE_ARGUMENTS if options.records == "chat" else [])}
   return [name for name in names if name in wanted]
 
 
