@@ -21,11 +21,12 @@ from diffeq_nnx.jobs import rank_steps
 from diffeq_nnx.jobs.deriving import derive_config
 from diffeq_nnx.model import grids, integration, vector_fields
 from diffeq_nnx.model.attention_context import pack
-from diffeq_nnx.model.parameters import params_of
+from diffeq_nnx.model.parameters import params_of, path_names
 from diffeq_nnx.model.solvers import weight_times
 from diffeq_nnx.model.weight_sources import GridWeights
 from diffeq_nnx.training.loss import chunked_cross_entropy
-from tests.conftest import change, equal, moved_instance, small_config, small_model, told, weights_of
+from diffeq_nnx.training.step import init_state, loss_and_gradients, make_train_step
+from tests.conftest import change, equal, moved_instance, random_batch, small_config, small_model, told, weights_of
 from tests.test_discretize import TOKENS_2x12, logits
 from tests.test_export import ONE_EPS, load, make
 from tests.test_import import torch_logits
@@ -42,6 +43,27 @@ def ordered(**changes):
 
 def read(folder, name):
   return json.loads((pathlib.Path(folder) / name).read_text())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
+@pytest.mark.parametrize("changes", [{"lora": LoraConfig(2)}, {"solver": "heun", "step_sizes": UNEVEN}])
+def test_a_train_step_leaves_weights_of_which_it_has_no_gradient_as_they_are(name, changes):
+  """And their moments, though earlier steps gave them momentum, and decay applies to the others."""
+  config = small_config(ordered(weights="stored", **changes))
+  config = change(config, optimizer=dict(name=name, weight_decay=0.1))
+  batch, step = random_batch(config), make_train_step(config)
+  state, _ = step(init_state(config), batch, 4)
+  state, _ = step(state, batch, 4)  # adapters have gradients after the first step
+  grid, learned = grids.make_grid(config.model, 2), lambda state: {**state["params"], "moments": state["opt_state"]}
+  _, gradients = loss_and_gradients(config, grid, state["params"], batch, state["key"], state["frozen"])
+  sets = zip(*(abs(leaf).reshape(len(leaf), -1).max(1) for leaf in jax.tree.leaves(gradients["weight_source"])))
+  unused = [number for number, largest in enumerate(sets) if max(largest) == 0]
+  before, after = jax.device_get(learned(state)), jax.device_get(learned(step(state, batch, 2)[0]))
+  assert unused
+  for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+    if "weight_source" in (names := path_names(path)):
+      moved = {number for number in range(len(old)) if not np.array_equal(old[number], new[number])}
+      assert moved and moved.isdisjoint(unused), names
 
 
 def test_what_an_order_or_stored_weights_change_about_depths_is_told(capsys):

@@ -130,6 +130,28 @@ def _scale_time_updates(rest: optax.GradientTransformation, factor: float) -> op
   return optax.GradientTransformation(rest.init, update)
 
 
+def restrict_to_sets(rest: optax.GradientTransformation, used_W: np.ndarray) -> optax.GradientTransformation:
+  """`rest`, for a step that uses only some sets of stored weights or adapters: the others stay, and so do their moments.
+
+  Without this momentum and decay would move weights of which no gradient is known. Muon would even move them as far as
+  it moves those in use, since it gives updates of all lengths the same length.
+  """
+
+  def choose(path: tuple[Any, ...], new: jax.Array, old: jax.Array) -> jax.Array:
+    names = path_names(path)  # moments have the path of their parameter at the end of theirs
+    if not {("weight_source", "stored"), ("weight_source", "lora")} & set(zip(names, names[1:])):
+      return new
+    return jnp.where(used_W.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+  def update(gradients: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+    updates, after = rest.update(gradients, state, params)
+    of_unused = jax.tree.map(jnp.zeros_like, updates)
+    choose_all = jax.tree_util.tree_map_with_path
+    return choose_all(choose, updates, of_unused), choose_all(choose, after, state)
+
+  return optax.GradientTransformation(rest.init, update)
+
+
 def _by_path(holds: Callable[[tuple[str, ...]], bool]) -> Callable[[Any], Any]:
   """A function of a tree of parameters that says for each whether its path fulfills a condition."""
   return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: holds(path_names(path)), params)
