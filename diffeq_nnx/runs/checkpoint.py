@@ -70,6 +70,7 @@ class Checkpoints:
       self._folder,
       options=ocp.CheckpointManagerOptions(
         create=not read_only,
+        cleanup_tmp_directories=not read_only,  # what a kill left of saves would stay forever
         async_options=ocp.AsyncOptions(timeout_secs=distributed.WAIT_SECONDS),  # a slow disk is no dead one
         lightweight_initialize=read_only,  # else it raises where the loss of any checkpoint is damaged
         best_fn=score,  # the policy below decides what stays; without this orbax would not write the losses
