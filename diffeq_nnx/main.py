@@ -1,7 +1,6 @@
 """The command line: python -m diffeq_nnx.main --config=configs/tiny.py --workdir=runs/tiny [--job=JOB]"""
 
 from collections.abc import Sequence
-import dataclasses
 import io
 import os
 import re
@@ -110,13 +109,13 @@ def run(argv: list[str]) -> None:
       files.check_place(flag.value, flag.name)
   run_file = os.path.join(WORKDIR.value or "", config_lib.RUN_FILE)
   holds_run = CONFIG.value is None and bool(WORKDIR.value) and files.exists(run_file)
-  # No file has the model of a run that was made from another one. It then registers parts, and has the other keys.
-  own_model = CONFIG.value is not None and job.config == "run" and bool(files.read_notes(run_file).get("source"))
-  settings = [] if own_model else SETTINGS.value
+  # No file has the config of a run that was made from another one. It is then read for the parts that it registers.
+  registers = CONFIG.value is not None and job.config == "run" and bool(files.read_notes(run_file).get("source"))
+  settings = SETTINGS.value
   if job.config == "file_or_source" and (CONFIG.value is not None or holds_run):
     # The job itself applies an order of steps, which is one of the run in --from_workdir.
     settings = [setting for setting in settings if not setting.startswith("model.depth_order=")]
-  config = None if CONFIG.value is None else config_lib.load(CONFIG.value, settings)
+  config = None if CONFIG.value is None else config_lib.load(CONFIG.value, [] if registers else settings)
   options = _options(name)
   if WORKDIR.value is None:
     raise UserError("--workdir: missing; e.g. --config=configs/tiny.py --workdir=runs/tiny")
@@ -133,11 +132,8 @@ def run(argv: list[str]) -> None:
   from diffeq_nnx.parallel.console import say
   from diffeq_nnx.runs.run import Run
 
-  if config is not None and own_model:
-    config = dataclasses.replace(config, model=Run.open(WORKDIR.value).started.model)
-    config = config_lib.apply_settings(config, SETTINGS.value)
   known = None  # the validation text of the run that a new one is made from
-  if config is None:
+  if config is None or registers:
     from_source = job.config == "source" or job.config == "file_or_source" and not holds_run
     flag = FROM_WORKDIR if from_source else WORKDIR
     config = job.prepared(Run.open(str(flag.value), flag=flag.name).started)
@@ -150,8 +146,8 @@ def run(argv: list[str]) -> None:
     say(
       f"data.validation={known}: is for the text of --from_workdir, and left out; give it again if this text needs it"
     )
-  if own_model:
-    say(f"model: is that of the run, which was made from another one, and not that of --config={CONFIG.value}")
+  if registers:
+    say(f"--config={CONFIG.value}: only registers its parts; the config is the run's, which was made from another one")
   with distributed.shorten_errors():
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)

@@ -132,8 +132,11 @@ def select(
     elif name in presets and preset is None:
       preset = name
     else:
+      kind = "preset" if name in presets else "corpus"
+      if name in presets or name in CORPORA:
+        raise UserError(f"config argument {choice!r}: names a second {kind}, {name}; write CORPUS,PRESET, one of each")
       raise UserError(
-        f"config argument {name!r}: names no further corpus or preset; write CORPUS,PRESET; "
+        f"config argument {name!r}: is neither a corpus nor a preset; write CORPUS,PRESET; "
         f"{nearest(name, [*CORPORA, *presets])}"
       )
   corpus, preset = corpus or default_corpus, preset or next(iter(presets))

@@ -300,12 +300,15 @@ def write_documents(folder) -> None:
     (folder / f"{i}.txt").write_text(f"Document {i} tells of rivers, hills and rain. " * (20 + i))
 
 
-def write_run(config: Config, workdir, tokenizer=None) -> str:
-  """Writes a run at step 0 as `train` begins it, but with other parameters; with `tokenizer` it has no text."""
+def write_run(config: Config, workdir, tokenizer=None, source=None) -> str:
+  """Writes a run at step 0 as `train` begins it, but with other parameters; with `tokenizer` it has no text.
+
+  `source` is as for `Run.create`.
+  """
   corpus, mesh = None if tokenizer else load_corpus(config), make_mesh(config.mesh)
   with jax.set_mesh(mesh):
     state = place_state(config, params_of(moved_instance(config.model)), mesh)
-    Run.create(config, str(workdir), tokenizer or corpus.tokenizer, corpus, state)
+    Run.create(config, str(workdir), tokenizer or corpus.tokenizer, corpus, state, source=source)
   return str(workdir)
 
 

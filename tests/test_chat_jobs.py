@@ -215,4 +215,4 @@ def test_the_job_and_lm_eval_s_command_line_apply_the_template(talking, task_fol
   assert there["chat_template"] == CHAT
   assert there["results"]["choice"]["acc,none"] == here["results"]["choice"]["acc,none"]
   (workdir / "chat_template.jinja").unlink()
-  assert "--apply_chat_template" in told(lambda: evaluate_downstream(changed, str(workdir)))
+  assert "apply_chat_template: workdir=" in told(lambda: evaluate_downstream(changed, str(workdir)))

@@ -10,7 +10,7 @@ import pytest
 import diffeq_nnx
 from diffeq_nnx import config, main
 from diffeq_nnx.jobs import JOBS
-from tests.conftest import mistake
+from tests.conftest import change, mistake, run_command, run_config, write_documents, write_run
 from tests.processes import Process
 
 TINY = "--config=configs/tiny.py"
@@ -25,6 +25,7 @@ JOINING = [TINY, "--workdir=x", "--num_processes=2"]
     ([TINY, "--config.train.steps=abc"], ["train.steps='abc'", "must be of type int"]),
     (["--config=configs/nope.py"], ["--config=configs/nope.py", "no file"]),
     (["--config=configs/tiny.py:gtp"], ["'gtp'", "did you mean 'gpt'?"]),
+    (["--config=configs/tiny.py:gpt,elastic"], ["names a second preset, elastic"]),
     ([TINY, "--confg=configs/tiny.py"], ["confg", "config"]),
     (JOINING, ["give all three"]),
     ([*JOINING, "--coordinator=a", "--process_id=0"], ["must be HOST:PORT"]),
@@ -128,6 +129,19 @@ def test_a_file_of_flags_may_set_keys(tmp_path):
   with flagsaver.flagsaver():
     main.parse(["diffeq_nnx.main", f"--flagfile={path}", "--config.seed=2"])
     assert (main.SETTINGS.value, main.WORKDIR.value) == (["train.steps=3", "seed=2"], "runs/x")
+
+
+def test_a_config_file_only_registers_parts_for_a_run_that_was_made_from_another(tmp_path, monkeypatch, capsys):
+  """Its other keys need not fit that run: its depths can't be those of 4 stored layers."""
+  made = change(run_config(tmp_path), model=dict(num_steps=4, weights="stored"), optimizer=dict(name="lion"))
+  write_documents(tmp_path)
+  write_run(made, tmp_path / "made", source="0" * 64)
+  asked = []
+  monkeypatch.setattr("diffeq_nnx.jobs.run", lambda name, config, workdir: asked.append(config))
+  words = ["--config=configs/tiny.py:elastic", f"--workdir={tmp_path / 'made'}", "--job=evaluate", "--num_processes=1"]
+  with flagsaver.flagsaver():
+    run_command(*words, "--config.eval.batch_size=3")
+  assert asked == [change(made, eval=dict(batch_size=3))] and "only registers its parts" in capsys.readouterr().err
 
 
 def test_help_says_what_each_job_does_and_a_jobs_help_lists_its_flags_alone(capsys):

@@ -17,6 +17,8 @@ from diffeq_nnx.errors import UserError
 
 def check_new(folder: str) -> None:
   """Raises UserError if the folder exists and is not empty."""
+  if not folder:
+    raise UserError("out=: is empty; name a new folder")
   # a mounted folder may hold what a killed process left
   if files.exists(folder) and (not files.is_folder(folder) or {*files.list_sizes(folder)} - {".unfinished"}):
     raise UserError(f"out={folder}: holds something already; name a new folder, or remove this one")

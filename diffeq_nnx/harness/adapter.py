@@ -192,12 +192,12 @@ class DiffEqLM(TemplateLM):
   def chat_template(self, chat_template: bool | str = False) -> str | None:
     """Returns the tokenizer's template, or None for False; raises UserError for the name of one among several."""
     if isinstance(chat_template, str):
-      raise UserError(f"--apply_chat_template={chat_template}: a run has one chat template; leave the name out")
+      raise UserError(f"apply_chat_template={chat_template}: a run has one chat template; leave the name out")
     return self._tokenizer.chat_template if chat_template else None
 
   def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     """As `conversations.render`; raises UserError if the run has no template, or it refuses the messages."""
-    template = template_of(self._tokenizer, f"--apply_chat_template: workdir={self._workdir}")
+    template = template_of(self._tokenizer, f"apply_chat_template: workdir={self._workdir}")
     return render(template, chat_history, add_generation_prompt)
 
   def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:

@@ -18,8 +18,8 @@ class Job:
     flags: names of the flags that it takes beside those that every job takes.
     required: those of which one must be given, if there are any.
     example: what to write after --job=NAME.
-    config: where its config comes from: file (--config is needed), run (of --workdir, unless --config is given; the
-      model of a run that was made from another one stays),
+    config: where its config comes from: file (--config is needed), run (of --workdir, unless --config is given and
+      the run was not made from another one),
       file_or_run (--config is needed unless --workdir holds a run), source (of --from_workdir; --config is an error),
       file_or_source (--config, or that of the run in --workdir, or of --from_workdir), or optional (--config, or else
       the defaults). In the last two the `model.` settings of the command line are passed on as model_settings.

@@ -58,6 +58,8 @@ def evaluate_downstream(
     from diffeq_nnx.harness import adapter, tasks  # they need an extra that other jobs don't
   except ImportError as error:
     raise UserError("--job=harness: needs lm_eval 0.4.13 or later; pip install 'diffeq-nnx[harness]'") from error
+  if baseline is not None and not settings.names:
+    raise UserError(f"--baseline={baseline}: is for tasks, and harness.tasks={settings.tasks}; leave it out")
   texts = _open_text(config)
   if texts is not None:  # the keys are for it, and the run's own text, for which they may be others, isn't read
     started = workdir_lib.config_of(workdir).data

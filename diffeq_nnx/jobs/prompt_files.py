@@ -114,8 +114,9 @@ class Answers(contextlib.ExitStack):
 
   def _read_unfinished(self) -> list[dict[str, Any]]:
     """The answers in an unfinished file, to which more are then added; a line that a kill cut off is removed."""
-    files.make_folder(os.path.dirname(self._unfinished) or ".")
-    self._file = self.enter_context(open(self._unfinished, "a", encoding="utf-8"))
+    with files.writing(f"--out={self._out}", "name another file"):
+      files.make_folder(os.path.dirname(self._unfinished) or ".")
+      self._file = self.enter_context(open(self._unfinished, "a", encoding="utf-8"))
     with contextlib.suppress(OSError):  # of a file system without locks
       if not files.lock(self._file.fileno()):
         raise UserError(f"--out={self._out}: another process writes it; wait for that, or name another file")

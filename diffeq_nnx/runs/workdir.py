@@ -29,7 +29,7 @@ from diffeq_nnx.config import (
 )
 from diffeq_nnx.data import Corpus, Tokenizer, load_tokenizer, save_tokenizer
 from diffeq_nnx.data.tokenizers.files import find_other, read_template_file
-from diffeq_nnx.errors import UserError, printable
+from diffeq_nnx.errors import RunError, UserError, printable
 from diffeq_nnx.parallel import distributed
 
 STARTING = ".starting"  # marks a directory whose run.json is not written yet
@@ -279,6 +279,8 @@ def _read(workdir: str) -> dict[str, Any]:
   except UserError:  # of a URL that can't be used
     raise
   except OSError as error:
+    if files.is_url(path) and not isinstance(error, PermissionError):
+      raise RunError(f"{path}: can't be read ({error.strerror}); check the network, and try again") from error
     raise UserError(f"{path}: can't be read ({error.strerror}); check the name and the permissions") from error
   except (ValueError, KeyError, TypeError) as error:
     raise UserError(

@@ -131,7 +131,7 @@ def _scale_time_updates(rest: optax.GradientTransformation, factor: float) -> op
 
 
 def restrict_to_sets(rest: optax.GradientTransformation, used_W: np.ndarray) -> optax.GradientTransformation:
-  """`rest`, for a step that uses only some sets of stored weights or adapters: the others stay, and so do their moments.
+  """`rest`, for a step that uses some sets of stored weights or adapters; the others and their moments stay.
 
   Without this momentum and decay would move weights of which no gradient is known. Muon would even move them as far as
   it moves those in use, since it gives updates of all lengths the same length.
