@@ -289,9 +289,8 @@ def make_train_step(config: Config, mesh: Mesh | None = None) -> jax.stages.Wrap
     key = jax.random.fold_in(state["key"], state["step"])
     losses, gradients = loss_and_gradients(config, grid, state["params"], batch, key, state["frozen"], teacher, full)
     optimizer = _optimizer(config, num_steps)
-    if (
-      used_W := solvers.weight_times(config.model, full or grid).kept_W
-    ) is not None:  # those of `grid` are among them
+    used_W = solvers.weight_times(config.model, full or grid).kept_W  # the sets of `grid` are among those of `full`
+    if used_W is not None:
       optimizer = optimizer_lib.restrict_to_sets(optimizer, used_W)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     metrics = {
