@@ -246,13 +246,13 @@ def move_folder(path: str, to: str) -> None:
     fs.rm(place, recursive=True)
 
 
-def lock(descriptor: int) -> bool:
-  """Locks an open file until it is closed; False if another process has locked it.
+def lock(descriptor: int, shared: bool = False) -> bool:
+  """Locks an open file until it is closed; False if another process has locked it. Shared locks admit each other.
 
   Raises OSError where the file system has no locks.
   """
   try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     return True
   except (BlockingIOError, PermissionError):
     return False
@@ -432,5 +432,9 @@ def check_place(workdir: str, flag: str = "workdir") -> None:
       "directory when the run is finished (text and shards may be in other buckets)"
     )
   path = absolute(workdir)
+  if is_url(path) and ("#" in path or {"", ".", ".."} & set(path.split("/")[3:])):
+    raise UserError(
+      f"{flag}={workdir}: libraries read #, //, /./ and /../ in a URL in different ways; name a path without them"
+    )
   if found := next((one for one in path if one in "[*?\\" or "\ud800" <= one <= "\udfff"), None):
     raise UserError(f"{flag}={workdir}: orbax keeps no checkpoints where a path has {found!r}; name another directory")

@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import sys
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 from diffeq_nnx import config as config_lib
 from diffeq_nnx import jobs
 from diffeq_nnx.data import load_tokenizer
+from diffeq_nnx.data.preparation.directory import lock
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.jobs import prompt_files
 from diffeq_nnx.parallel import distributed
@@ -176,6 +178,21 @@ def test_too_few_processes_end_with_one_line(tmp_path):
   process = Process(line[3:], local.environment(1))
   assert process.end() == 1
   assert process.errors == [process.lines[-1]] and "not all processes joined within 1 s" in process.lines[-1]
+
+
+def test_a_port_that_another_job_uses_is_told_and_a_directory_where_one_trains_before_joining(tmp_path, capsys):
+  with socket.socket(socket.AF_INET6) as other:
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's service does
+    other.bind(("", 0))
+    other.listen()
+    place = f"127.0.0.1:{other.getsockname()[1]}"
+    assert f"--coordinator={place}: another program uses port" in told(
+      lambda: distributed.start(place, 2, 0, 5), RunError
+    )
+  words = [*SMALL, f"--workdir={tmp_path}", "--num_processes=2", "--process_id=1", "--coordinator=127.0.0.1:9"]
+  with lock(str(tmp_path), "workdir"):
+    code, line = mistake(words, capsys)
+  assert code == 2 and "another process trains there; wait for it, or stop it" in line
 
 
 def test_processes_that_run_something_else_are_told(monkeypatch, capsys):

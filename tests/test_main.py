@@ -34,6 +34,8 @@ JOINING = [TINY, "--workdir=x", "--num_processes=2"]
     (["--workdir=x", "--job=evaluate", "--tolerance=1"], ["--tolerance=1.0: is for --job=discretize"]),
     (["--workdir=x"], ["--config: missing"]),
     (["--workdir=a[1]", TINY], ["workdir=a[1]: orbax keeps no checkpoints where a path has '['"]),
+    (["--workdir=gs://a//b", TINY], ["workdir=gs://a//b: libraries read #, //, /./ and /../ in a URL in different"]),
+    (["--workdir=gs://a/b#1", TINY], ["name a path without them"]),
     (["--workdir=a\\b", TINY], ["orbax keeps no checkpoints where a path has '\\\\'"]),
     (["--workdir=/none", "--job=evaluate"], ["--workdir=/none: holds no run; name the directory of one"]),
     ([*DISCRETIZE, "--from_workdir=/none"], ["--from_workdir=/none: holds no run"]),

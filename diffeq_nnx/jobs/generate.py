@@ -70,6 +70,7 @@ def generate(
     given = [prompt] if isinstance(prompt, str) else prompt
     prompt = [prompt_files.write_prompt(one, template) for one in given]
     prompt_ids = encode_prompts(tokenizer, prompt, chat)
+    distributed.require_same(prompt_ids, "--prompt: the tokens")  # a chat template may write the time of a host
   decoder, draft = _make_decoders(run, num_steps, draft_steps)
   identity = {"run": run.hash, "step": run.step, "depth_order": list(run.config.model.depth_order)}
   identity |= {"num_steps": decoder.grid.num_steps, "draft_steps": draft_steps, **dataclasses.asdict(settings)}

@@ -90,6 +90,7 @@ class Answers(contextlib.ExitStack):
       texts.append(text)
       ids.append(one)
       numbers.append(n)
+    distributed.require_same(ids, "--prompts: the tokens")  # a chat template may write the time of a host
     return texts, ids, numbers
 
   def add(self, line: int, answer: dict[str, Any]) -> None:

@@ -6,11 +6,13 @@ Every process runs the same command. `jax.distributed` joins them, and notifies 
 import collections
 from collections.abc import Callable, Iterator
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -58,6 +60,8 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     return
   if given != (None, None, None):
     _check_given(*given)
+    if process_id == 0:
+      _check_free(str(coordinator))
   # JAX's own limit aborts the process with a stack dump. No row of launch/faults.py starts too few processes, but
   # tests/test_distributed.py does.
   timer = threading.Timer(join_seconds, _end_unjoined, [join_seconds])
@@ -125,6 +129,26 @@ def _check_given(coordinator: str | None, num_processes: int | None, process_id:
     raise UserError(f"--process_id={process_id}: must lie between 0 and --num_processes={num_processes}, excluded")
   if not coordinator.rpartition(":")[2].isdigit():
     raise UserError(f"--coordinator={coordinator}: must be HOST:PORT, e.g. 10.0.0.2:8476")
+
+
+def _check_free(coordinator: str) -> None:
+  """Raises RunError where another program listens at the port of process 0.
+
+  JAX would share the port with another job, which then takes these processes for its own and aborts.
+  """
+  port = int(coordinator.rpartition(":")[2])
+  with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as listener:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a job that has just ended is none
+    try:
+      listener.bind(("", port))
+    except OverflowError:
+      return  # JAX says that there is no such port
+    except OSError as error:
+      if error.errno == errno.EADDRINUSE:
+        raise RunError(
+          f"--coordinator={coordinator}: another program uses port {port} of this host; wait for its end, or choose "
+          "another port"
+        ) from error
 
 
 def _keep_stdout_for_results() -> None:
