@@ -189,6 +189,7 @@ def write(folder, config, tensors=None):
     ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads is 3"]),
     ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
     ("qwen2", {"is_causal": False}, ["is_causal is False"]),
+    ("gpt2", {"is_causal": False}, ["is_causal is False"]),
     ("gpt2", {"layer_norm_epsilon": "<b>"}, ["config.json can't be used", "<b>"]),
     ("gpt2", {"resid_pdrop": {}, "embd_pdrop": {}}, ["config.json can't be used", "not 'dict'"]),
     ("gpt2", {"dtype": []}, ["holds no model.safetensors"]),  # as if it were not there

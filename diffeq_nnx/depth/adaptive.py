@@ -28,6 +28,8 @@ def on_grid(config: ModelConfig, steps: int | Sequence[float]) -> ModelConfig:
       return config
     return dataclasses.replace(config, num_steps=steps, step_sizes=(), depth_order=(), horizon=config.total_time)
   sizes = tuple(map(float, steps))
+  if sizes == config.step_sizes:
+    return config
   return dataclasses.replace(config, num_steps=len(sizes), step_sizes=sizes, depth_order=(), horizon=None)
 
 

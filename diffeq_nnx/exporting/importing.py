@@ -64,6 +64,7 @@ _SUPPORTED: dict[str, dict[str, tuple]] = {  # key in config.json -> the values 
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
+    "is_causal": (True,),
   },
   "llama": {**_ROTARY, "attention_bias": (False,), "mlp_bias": (False,)},
   "mistral": _ROTARY,

@@ -25,7 +25,6 @@ from tqdm import tqdm
 from diffeq_nnx.config import Config, HarnessConfig, nearest
 from diffeq_nnx.data import Tokenizer
 from diffeq_nnx.data.chat import template_of
-from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import RunError, UserError
 from diffeq_nnx.harness.conversations import Rendered, render
 from diffeq_nnx.harness.scoring import Scorer
@@ -125,7 +124,7 @@ class DiffEqLM(TemplateLM):
     self._num_steps = run.config.eval.num_steps if num_steps is None else num_steps
     if model is None:
       say_attention(config)
-      say_untrained(run.config, run.step, self._num_steps)
+      run.say_untrained(self._num_steps)
     self.windows = choose_windows(config, max_length, window == "sliding", stride)
     self.truncated = self.merged = 0
     self._workdir, self._tokenizer, self._seed = workdir, run.tokenizer, seed

@@ -17,7 +17,6 @@ from diffeq_nnx.analysis.pages.page import write_page
 from diffeq_nnx.analysis.pages.png import draw
 from diffeq_nnx.config import REPORT_FOLDER, Config
 from diffeq_nnx.data import Tokenizer
-from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.inference.generation import encode_texts
 from diffeq_nnx.inference.text_stream import TextStream
@@ -62,7 +61,7 @@ def analyze(
     ids = ids[: min(TOKENS, config.model.seq_len)]
   with jax.set_mesh(run.mesh):
     step, analyzed = run.step, AnalyzedModel(run.model, num_steps)
-  say_untrained(config, step, num_steps)
+  run.say_untrained(num_steps)
   del run  # the analyzed model has what it needs
   shown = [piece or f"<{token}>" for piece, token in zip(pieces(tokenizer, ids), ids)]
   decode = lambda token: TextStream(tokenizer.decode_within).add(token) or f"<{token}>"  # a part of a character

@@ -78,8 +78,9 @@ def discretize(
   with jax.set_mesh(mesh):
     config = use_tokenizer(config, source, workdir)
     corpus, tokenizer, params, identity = load_text(config, source), source.tokenizer, source.params, source.hash
-    say_kept_steps(config.model, model)
-    say_untrained(config, source.step, model.num_steps, model.step_sizes)
+    sizes = () if say_kept_steps(config.model, model) else model.step_sizes
+    had = dataclasses.replace(source.started, model=config.model)
+    say_untrained(had, source.step, model.num_steps, sizes)
     del source  # which would keep its parameters in memory
     before = validate(here, corpus, mesh, params)
     chosen: dict[str, Any] = {}

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from diffeq_nnx.config import Config, check_num_steps
-from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.parallel import distributed
 from diffeq_nnx.parallel.console import draw, markdown, print_result, say
 from diffeq_nnx.runs.run import Run, checked_mesh
@@ -36,7 +35,7 @@ def evaluate(config: Config, workdir: str, *, num_steps: int | Sequence[int] | N
     run = Run.open(workdir, config, mesh=mesh)
     corpus, params, step = run.corpus, run.params, run.step
     for count in counts:
-      say_untrained(config, step, count or config.eval.num_steps)
+      run.say_untrained(count or config.eval.num_steps)
     if not isinstance(num_steps, Sequence):
       evaluator = Evaluator(config, corpus, mesh, num_steps)
       return print_result("evaluate", workdir, step=step, num_steps=evaluator.num_steps, **evaluator(params))

@@ -6,7 +6,6 @@ import jax
 
 from diffeq_nnx.config import Config
 from diffeq_nnx.depth.discretization import discretized_config, discretized_params
-from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.exporting import adapters, folders, huggingface, stablehlo
 from diffeq_nnx.model.parameters import params_of
@@ -45,7 +44,7 @@ def export_run(
   if format != "stablehlo":
     huggingface.choose_architecture(model, "hf" if of_adapters else format)
   run = Run.open(workdir, config)
-  say_untrained(config, run.step, num_steps)
+  run.say_untrained(num_steps)
   with jax.set_mesh(run.mesh):
     params = params_of(run.model)
     params = jax.device_get(params if of_adapters else discretized_params(run.config.model, model, params))

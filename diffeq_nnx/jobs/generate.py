@@ -11,7 +11,6 @@ import jax
 
 from diffeq_nnx.config import Config
 from diffeq_nnx.data.chat import template_of
-from diffeq_nnx.depth.trained import say_untrained
 from diffeq_nnx.errors import UserError, printable
 from diffeq_nnx.inference.decoding import Decoder
 from diffeq_nnx.inference.generation import Continuation, continue_texts, encode_prompts
@@ -94,7 +93,7 @@ def _make_decoders(run: Run, num_steps: int | None, draft_steps: int | None) -> 
   """The run's model at the steps that texts are generated with, and at those of the draft, if there is one."""
   steps = run.config.eval.num_steps if num_steps is None else num_steps
   for count in (steps,) if draft_steps is None else (steps, draft_steps):
-    say_untrained(run.config, run.step, count)
+    run.say_untrained(count)
   with jax.set_mesh(run.mesh):
     decoder = Decoder(run.model, steps, mesh=run.mesh)
     try:

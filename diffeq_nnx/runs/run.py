@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from diffeq_nnx import data
 from diffeq_nnx.config import Config, MeshConfig, ModelConfig
 from diffeq_nnx.data import Corpus, Tokenizer
+from diffeq_nnx.depth import trained
 from diffeq_nnx.errors import UserError
 from diffeq_nnx.kernels import attention
 from diffeq_nnx.model.integration import make_adjoint
@@ -56,6 +57,10 @@ class Run:
     if mesh is not None:
       run.mesh = mesh
     return run
+
+  def say_untrained(self, num_steps: int | None) -> None:
+    """Warns if the run was never trained at so many steps, whatever the changed config says of training."""
+    trained.say_untrained(dataclasses.replace(self.started, model=self.config.model), self.step, num_steps)
 
   @staticmethod
   def create(
