@@ -127,7 +127,7 @@ def run(argv: list[str]) -> None:
     config = config_lib.apply_settings(job.prepared(config_lib.Config()), SETTINGS.value)
   if job.config in ("optional", "file_or_source"):  # the model is another's, of which a job changes a few keys
     options["model_settings"] = [setting for setting in SETTINGS.value if setting.startswith("model.")]
-  from diffeq_nnx.data.preparation.directory import check_unlocked
+  from diffeq_nnx.data.preparation.directory import is_locked
   from diffeq_nnx.jobs.deriving import start_from  # after the flags, so that mistakes in them are reported at once
   from diffeq_nnx.parallel import distributed
   from diffeq_nnx.parallel.console import say
@@ -140,8 +140,9 @@ def run(argv: list[str]) -> None:
     config = job.prepared(Run.open(str(flag.value), flag=flag.name).started)
     known = config.data.validation if from_source else None
     config = (start_from if from_source else config_lib.apply_settings)(config, settings)
-  if name in ("train", "finetune"):  # before processes join, which at the same port would end the job there
-    check_unlocked(WORKDIR.value, f"workdir={WORKDIR.value}", "trains there")
+  # A process of a second job would join the first one at the same port, and so end it. Process 0 looks at the port.
+  if PROCESS_ID.value and name in ("train", "finetune") and is_locked(WORKDIR.value):
+    raise RunError(f"workdir={WORKDIR.value}: another process trains there; wait for it, or stop it")
   distributed.start(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_SECONDS.value)
   if not distributed.is_main_process():
     logging.set_verbosity(logging.ERROR)  # process 0 logs for all

@@ -192,7 +192,7 @@ def test_a_port_that_another_job_uses_is_told_and_a_directory_where_one_trains_b
   words = [*SMALL, f"--workdir={tmp_path}", "--num_processes=2", "--process_id=1", "--coordinator=127.0.0.1:9"]
   with lock(str(tmp_path), "workdir"):
     code, line = mistake(words, capsys)
-  assert code == 2 and "another process trains there; wait for it, or stop it" in line
+  assert code == 1 and "another process trains there; wait for it, or stop it" in line
 
 
 def test_processes_that_run_something_else_are_told(monkeypatch, capsys):

@@ -54,11 +54,13 @@ def lock(directory: str, label: str, wait: bool = False, what: str = "is prepari
     os.close(descriptor)
 
 
-def check_unlocked(directory: str, label: str, what: str) -> None:
-  """Raises UserError if another process has locked a local directory with `lock`; all processes of a job may ask."""
-  with contextlib.suppress(OSError), open(os.path.join(files.absolute(directory), files.LOCK), "rb") as file:
-    if not files.lock(file.fileno(), shared=True):
-      raise UserError(f"{label}: another process {what}; wait for it, or stop it")
+def is_locked(directory: str) -> bool:
+  """Whether a process has locked a local directory with `lock`; several may ask at the same time."""
+  try:
+    with open(os.path.join(files.absolute(directory), files.LOCK), "rb") as file:
+      return not files.lock(file.fileno(), shared=True)
+  except OSError:
+    return False
 
 
 def is_ours(name: str) -> bool:
