@@ -155,7 +155,7 @@ def test_text_that_looks_like_a_value_of_python_s_stays_text():
     (lambda: config_lib.MeshConfig(data=-1), ["mesh.data, mesh.fsdp", "only one may be -1"]),
     (lambda: config_lib.Config(model=config_lib.DataConfig()), ["model=DataConfig", "must be a ModelConfig"]),
     (lambda: raw_config("gpt_small", "wikitext"), ["write CORPUS,PRESET; "]),
-    (lambda: raw_config("gpt_small", "diffeq,gpt"), ["write CORPUS,PRESET; "]),
+    (lambda: raw_config("gpt_small", "diffeq,gpt"), ["a second preset, gpt", "write CORPUS,PRESET"]),
   ],
 )
 def test_a_mistake_is_told_with_key_value_rule_and_way_out(make, parts):
