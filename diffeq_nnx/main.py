@@ -151,7 +151,9 @@ def run(argv: list[str]) -> None:
       f"data.validation={known}: is for the text of --from_workdir, and left out; give it again if this text needs it"
     )
   if registers:
-    say(f"--config={CONFIG.value}: only registers its parts; the config is the run's, which was made from another one")
+    say(
+      f"--config={CONFIG.value}: only registers its parts; this run was made from another one, and has its own config"
+    )
   with distributed.shorten_errors():
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)

@@ -181,7 +181,7 @@ def test_too_few_processes_end_with_one_line(tmp_path):
 
 
 def test_a_port_that_another_job_uses_is_told_and_a_directory_where_one_trains_before_joining(tmp_path, capsys):
-  with socket.socket(socket.AF_INET6) as other:
+  with socket.socket() as other:
     other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's service does
     other.bind(("", 0))
     other.listen()

@@ -168,6 +168,8 @@ def test_an_error_loses_no_finished_numbers_and_settings_are_checked_before_scor
     lambda: evaluate(text=text, num_fewshot=(0, 40), limit=2, folder="partly")
   )
   assert sorted(os.listdir(run[1] / "partly")) == ["perplexity.json", "results_0shot.json"]
+  (tmp_path / "choice.yaml").write_text((task_folder / "choice.yaml").read_text())
+  monkeypatch.setattr(DiffEqLM, "loglikelihood", None)
   task = json.loads((task_folder / "continuing.yaml").read_text())
   for settings, problem in (
     ({"max_gen_toks": 96}, "at least one"),
@@ -175,8 +177,6 @@ def test_an_error_loses_no_finished_numbers_and_settings_are_checked_before_scor
   ):
     task |= {"task": "long", "generation_kwargs": settings}
     (tmp_path / "long.yaml").write_text(json.dumps(task))
-    (tmp_path / "choice.yaml").write_text((task_folder / "choice.yaml").read_text())
-    monkeypatch.setattr(DiffEqLM, "loglikelihood", None)
     assert problem in told(lambda: evaluate(tasks="choice,long", include_path=str(tmp_path)))
 
 

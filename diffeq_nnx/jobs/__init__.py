@@ -19,10 +19,10 @@ class Job:
     required: those of which one must be given, if there are any.
     example: what to write after --job=NAME.
     config: where its config comes from: file (--config is needed), run (of --workdir, unless --config is given and
-      the run was not made from another one),
-      file_or_run (--config is needed unless --workdir holds a run), source (of --from_workdir; --config is an error),
-      file_or_source (--config, or that of the run in --workdir, or of --from_workdir), or optional (--config, or else
-      the defaults). In the last two the `model.` settings of the command line are passed on as model_settings.
+      the run was not made from another one), file_or_run (--config is needed unless --workdir holds a run), source (of
+      --from_workdir; --config is an error), file_or_source (--config, or that of the run in --workdir, or of
+      --from_workdir), or optional (--config, or else the defaults). In the last two the `model.` settings of the
+      command line are passed on as model_settings.
     prepare: module and name of a function of that config, whose result is then changed by --config.KEY=VALUE.
     one_process: whether it is an error to start it in several processes.
   """
