@@ -151,9 +151,7 @@ def run(argv: list[str]) -> None:
       f"data.validation={known}: is for the text of --from_workdir, and left out; give it again if this text needs it"
     )
   if registers:
-    say(
-      f"--config={CONFIG.value}: only registers its parts; this run was made from another one, and has its own config"
-    )
+    say(f"--config={CONFIG.value}: only registers its parts; the run was made from another, and has its own config")
   with distributed.shorten_errors():
     distributed.agree(config, name, WORKDIR.value, options)
     jobs.run(name, config, WORKDIR.value, **options)
